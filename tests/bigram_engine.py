@@ -203,7 +203,7 @@ class BigramEngine(Engine):
         begun = [number for number in self._queued if self._book.get(number) is not None]
         again = 0
         for number in begun:
-            self._book.grow(number, self._parts(number))
+            self._book.extend(number, self._parts(number))
             self._growing.pop(number, None)
             prompt = self._queued[number].request.prompt_token_ids
             again += len(prompt) + num_tokens(self._book[number].parts)

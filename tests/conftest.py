@@ -40,8 +40,8 @@ WHOLE_RUNS = (
 )
 SHARED = {"whole runs": WHOLE_RUNS, "real parts": ("tests/integration/",)}
 """Tests whose start takes long: those that start the program as a user does share one run's folder; the
-others in tests/integration start Ray in their own process, which holds one at a time, so that the run with
-faulty workers comes last."""
+others in tests/integration share an engine (``small_engine``), and start Ray in their own process, which
+holds one at a time, so that the run with faulty workers comes last."""
 
 
 class WhatIsSharedStaysTogether(LoadScopeScheduling):

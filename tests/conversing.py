@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from verl_rc.config.rollout import MultiTurnConfig
 from verl_rc.data.episode import TOOL_CALLS, Episode, Opening, Reply
 from verl_rc.data.parts import Sample, context, num_answers, num_tokens
-from verl_rc.rollout.conversation import Advanced, Conversations, LocalHosts, OpenSamples
+from verl_rc.rollout.conversation import AnsweredSample, Conversations, LocalHosts, OpenSamples
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.environment_host import Host, HostLimits
 from verl_rc.rollout.sampling import SamplingOptions, next_seed
@@ -80,7 +80,7 @@ class ScriptedSampler:
         self._open = OpenSamples(conversations)
         self._running: dict[int, SimpleNamespace] = {}
 
-    def begin(self, key: int, sample: QueuedSample) -> "Future[Advanced] | None":
+    def begin(self, key: int, sample: QueuedSample) -> "Future[AnsweredSample] | None":
         so_far, answers = self._open.begin(key, sample)
         if answers is not None:
             return answers
@@ -105,8 +105,8 @@ class ScriptedSampler:
             ended.append((key, self._open.end_turn(key, turn, row[-1] == self.end)))
         return ended
 
-    def proceed(self, key: int, advanced: Advanced) -> Sample | None:
-        return self._open.proceed(key, advanced)
+    def proceed(self, key: int, answered: AnsweredSample) -> Sample | None:
+        return self._open.proceed(key, answered)
 
     def so_far(self, key: int) -> Sample | None:
         return self._open.get(key)

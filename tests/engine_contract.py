@@ -15,7 +15,7 @@ from two_processes import free_port
 from verl_rc.data.episode import Episode, Reply
 from verl_rc.data.parts import Part, Sample, num_tokens, token_ids
 from verl_rc.distributed.child_process import ChildProcess
-from verl_rc.rollout.conversation import Advanced
+from verl_rc.rollout.conversation import AnsweredSample
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
@@ -107,12 +107,14 @@ def numbered(queued: Sequence[QueuedSample], first: int) -> list[QueuedSample]:
 class FailingTools:
     """In the place of ``Conversations``: the turn of an odd sample calls a tool, which fails."""
 
-    def ask(self, request: GenerationRequest, sample: Sample, max_tokens: int) -> "Future[Advanced]":
-        answer: Future[Advanced] = Future()
+    def request_reply(
+        self, request: GenerationRequest, sample: Sample, max_tokens: int
+    ) -> "Future[AnsweredSample]":
+        answer: Future[AnsweredSample] = Future()
         if sample.number % 2:
             answer.set_exception(EpisodeFailedError(f"the tool of sample {sample.number} failed"))
         else:
-            answer.set_result(Advanced(replace(sample, replies=[Reply(done=True)]), goes_on=False))
+            answer.set_result(AnsweredSample(replace(sample, replies=[Reply(done=True)]), continues=False))
         return answer
 
     def close(self, request: GenerationRequest) -> None:

@@ -506,7 +506,7 @@ def processes_that_book(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(remote, "identity_of", lambda process: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", ledger.empty_cache)
     monkeypatch.setattr(sender, "share_bucket", lambda specs, parts, memory: LentBucket(parts, memory))
-    monkeypatch.setattr(WeightSender, "_memory_of_a_bucket", lambda _: BucketMemory(ledger))
+    monkeypatch.setattr(WeightSender, "_allocate_bucket", lambda _: BucketMemory(ledger))
     monkeypatch.setattr(
         sender,
         "device_key",

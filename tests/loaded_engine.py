@@ -25,4 +25,4 @@ class LoadedEngine(VllmEngine):
         self.finish_update(version)
 
     def num_kept(self) -> int:
-        return len(float32_head._weights)
+        return len(float32_head._float32_weights)

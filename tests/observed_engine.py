@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
-from verl_rc.rollout.conversation import OpenSamples
+from verl_rc.rollout.conversation import Conversations, OpenSamples
+from verl_rc.rollout.sampling import ConversationOptions
 from verl_rc.rollout.vllm.engine import VllmEngine
 from verl_rc.rollout.vllm.options import OnUpdate
 from verl_rc.rollout.vllm.sampler import VllmSampler
@@ -53,6 +54,9 @@ class ObservedEngine(VllmEngine):
         self._loop.call(lambda _: self._loop.limit(count))
         self._loop.call(lambda _: None, after="all")
 
+    def reset_prefix_cache(self) -> None:
+        self._loop.call(lambda sampler: sampler.reset_prefix_cache())
+
     def count_preemptions(self) -> int:
         """How often a running request has lost its blocks of the cache, since this was asked first."""
         return self._loop.call(_counted_preemptions)
@@ -60,6 +64,11 @@ class ObservedEngine(VllmEngine):
     def converse_by(self, conversations: Any) -> None:
         """From now on take turns with tools as ``conversations`` says; None: no tools again."""
         self._loop.call(lambda sampler: setattr(sampler, "_open", OpenSamples(conversations)))
+
+    def converse(self, options: ConversationOptions | None) -> None:
+        """From now on answer turns as ``options`` say; None: no turn is answered."""
+        conversations = None if options is None else Conversations.from_options(options)
+        self.converse_by(conversations)
 
     def calls_around_an_update(self) -> list[Any]:
         """What a sleep, and the two wakings around an update, ask of a vLLM built with

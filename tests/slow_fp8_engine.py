@@ -56,7 +56,7 @@ class SlowFp8Engine(VllmEngine):
         assert self.kernels
         for kernel in self.kernels:
             kernel._implementation = fp8_products.IMPLEMENTATIONS["PyTorch's choice"]
-        self.reset_prefix_cache()
+        self._loop.call(lambda sampler: sampler.reset_prefix_cache())
 
     def rename_scales(self, name: str) -> None:
         """As other kinds of quantisation call them."""

@@ -3,8 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.rollout.vllm.options import VllmOptions
+from verl_rc.weight_sync.proof import LoadReceipt, check_receipts
+from verl_rc.weight_sync.sender import ModelWeights, WeightSender
 from verl_rc.workers.environment import engine_environment
 
 # Room for the query projection but not for key and value with it: vLLM fuses the three into one layer.
@@ -31,3 +35,21 @@ def start_small_engine(
     built = VllmOptions(str(model), dtype, max_model_len=96, arguments={**_ARGUMENTS, **arguments}, **options)
     environment = engine_environment(num_threads=1, device="cpu", one_node=True)
     return ChildProcess(served, environment, options=built)
+
+
+def publish(sender: WeightSender, engine: ChildProcess, version: int, full: bool = True) -> list[LoadReceipt]:
+    """One update, in the order in which a driver has to make the calls; returns the engine's receipts."""
+    engine.call("begin_update")
+    try:
+        for index in range(sender.num_buckets(full)):
+            engine.call("load_bucket", sender.offer(index, True, full))
+    finally:
+        sent = sender.release()
+    received: list[LoadReceipt] = engine.call("finish_update", version)
+    check_receipts(sender.update_manifest(full), sent, [received], version)
+    return received
+
+
+def sender_of(model: Any) -> WeightSender:
+    """Of all weights of a model, in float32."""
+    return WeightSender(ModelWeights(model), 0, torch.device("cpu"), "float32", BUCKET_BYTES)

@@ -11,10 +11,12 @@ import pytest
 from listening_sockets import family, listening
 from real_runs import left_over_processes, of_folder, train
 from real_steps import RealRun, open_faulty_run
+from small_engines import start_small_engine
 from small_runs import ROOT, SHARE_OF_DIGITS, WITH_EVERYTHING, make_task, run_overrides
 
 from verl_rc.cluster.ray_session import start_ray
 from verl_rc.config.run import RayInitConfig
+from verl_rc.distributed.child_process import ChildProcess
 
 ACCURACY = "val-core/digits/acc/mean@1"
 
@@ -69,6 +71,14 @@ def whole_run(overrides: list[str], reads: Path, tmp_path_factory: pytest.TempPa
     assert (folder / "training_curves.png").read_bytes().startswith(b"\x89PNG")
     assert not left_over_processes()
     return folder
+
+
+@pytest.fixture(scope="session")
+def small_engine(task: dict[str, Path]) -> Iterator[ChildProcess]:
+    """An ``ObservedEngine`` of the task's model in float32. Its weights are those of the test before."""
+    process = start_small_engine(task["model"], {"max_logprobs": 300})
+    yield process
+    process.end()
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from conversing import episode
-from small_engines import start_small_engine
+from small_engines import publish, sender_of
 from small_models import log_probs
 from transformers import AutoModelForCausalLM
 
@@ -15,13 +15,16 @@ from verl_rc.config.rollout import EnvironmentConfig, RolloutConfig
 from verl_rc.data.episode import Opening
 from verl_rc.data.parts import Answer, Part, token_ids
 from verl_rc.data.tokenize import encode_prompt, load_tokenizer
+from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.rollout.sampling import ConversationOptions, GenerationRequest, SamplingOptions
 
 EPISODES, TURNS = 24, 3
 ASKED = [{"role": "user", "content": "guess None"}]
 
 
-def test_tokens_are_those_that_were_sampled_whatever_the_agent_says(task: dict[str, Path]) -> None:
+def test_tokens_are_those_that_were_sampled_whatever_the_agent_says(
+    small_engine: ChildProcess, task: dict[str, Path]
+) -> None:
     played = {"turns": TURNS, "faults": {"edited": 1, "n": 2}}
     arguments = {"function": "agents_of_a_user:play", "arguments": played}
     environment = EnvironmentConfig(
@@ -36,12 +39,13 @@ def test_tokens_are_those_that_were_sampled_whatever_the_agent_says(task: dict[s
         GenerationRequest(prompt, 100 + number, episode=episode(number, opening))
         for number in range(EPISODES)
     ]
-    engine = start_small_engine(task["model"], {}, conversation=options)
-    try:
-        samples = engine.call("generate", requests, SamplingOptions(1.0, 1.0, -1, 200, stops))
-    finally:
-        engine.end()
     model: Any = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32)
+    publish(sender_of(model), small_engine, 1)
+    small_engine.call("converse", options)
+    try:
+        samples = small_engine.call("generate", requests, SamplingOptions(1.0, 1.0, -1, 200, stops))
+    finally:
+        small_engine.call("converse", None)
     added = tokenizer("h=", add_special_tokens=False)["input_ids"]
     unlike_text = 0
     for sample in samples:

@@ -12,7 +12,7 @@ from verl_rc.cluster.environment_hosts import RayHosts
 from verl_rc.config.rollout import EnvironmentConfig
 from verl_rc.data.episode import Episode, Exchange, Reply, Turn
 from verl_rc.rollout.environment import EpisodeFailedError
-from verl_rc.rollout.environment_host import Answered, Hosts, NeedsHistory, environment_host
+from verl_rc.rollout.environment_host import Hosts, NeedsHistory, StepResult, environment_host
 
 WRONG = [Turn(number, "x", (number,), True) for number in range(5)]
 
@@ -36,7 +36,7 @@ async def play(hosts: Hosts, number: int, lose: Sequence[int] = ()) -> list[Repl
         outcome = await hosts.step(at, turn)
         if isinstance(outcome, NeedsHistory):
             outcome = await hosts.step(replace(at, history=history), turn)
-        assert isinstance(outcome, Answered), outcome
+        assert isinstance(outcome, StepResult), outcome
         history.append(Exchange(turn, outcome.reply))
         at = replace(at, state=outcome.state)
     return [one.reply for one in history]
@@ -63,10 +63,10 @@ def test_a_host_that_is_blocked_is_started_again() -> None:
     async def blocked() -> None:
         hosts = RayHosts.start(config(faults={"block": 1}).model_copy(update={"hosts": 1}))
         at = Episode((0, 0, 0), {}, 0)
-        assert isinstance(await hosts.step(at, WRONG[0]), Answered)
+        assert isinstance(await hosts.step(at, WRONG[0]), StepResult)
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(hosts.step(at, WRONG[1]), 0.5)
-        assert isinstance(await asyncio.wait_for(hosts.step(at, WRONG[0]), 30), Answered)
+        assert isinstance(await asyncio.wait_for(hosts.step(at, WRONG[0]), 30), StepResult)
 
     asyncio.run(blocked())
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from made_samples import of_parts
 from shared_segments import nothing_left_behind
-from small_engines import BUCKET_BYTES, start_small_engine
+from small_engines import BUCKET_BYTES, publish, sender_of
 from transformers import AutoModelForCausalLM
 from two_processes import free_port
 
@@ -22,8 +22,8 @@ from verl_rc.data.parts import Part, Sample, num_tokens, token_ids
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.weight_sync.proof import LoadReceipt, check_receipts
-from verl_rc.weight_sync.sender import ModelWeights, WeightSender
+from verl_rc.weight_sync.proof import check_receipts
+from verl_rc.weight_sync.sender import WeightSender
 from verl_rc.weight_sync.shared_bucket import choose_offering_ranks
 from verl_rc.weight_sync.transfer_group import TransferAddress
 
@@ -35,12 +35,10 @@ GREEDY = SamplingOptions(
 )
 
 
-@pytest.fixture(scope="module")
-def engine(task: dict[str, Path]) -> Iterator[ChildProcess]:
+@pytest.fixture
+def engine(small_engine: ChildProcess) -> ChildProcess:
     """A VllmEngine in fp32 in a process of its own, without Ray."""
-    process = start_small_engine(task["model"], {})
-    yield process
-    process.end()
+    return small_engine
 
 
 @pytest.fixture
@@ -51,23 +49,7 @@ def model(task: dict[str, Path]) -> Any:
 @pytest.fixture
 def sender(model: Any) -> Iterator[WeightSender]:
     with nothing_left_behind():
-        yield WeightSender(
-            ModelWeights(model), 0, torch.device("cpu"), wire_dtype="float32", bucket_bytes=BUCKET_BYTES
-        )
-
-
-def publish(sender: WeightSender, engine: ChildProcess, version: int) -> list[LoadReceipt]:
-    """One update, in the order in which a driver has to make the calls; returns the engine's receipts."""
-    (share,) = choose_offering_ranks([sender.device_key()], engine.call("device_keys"))
-    engine.call("begin_update")
-    try:
-        for index in range(sender.num_buckets()):
-            engine.call("load_bucket", sender.offer(index, share))
-    finally:
-        sent = sender.release()
-    received = engine.call("finish_update", version)
-    check_receipts(sender.manifest, sent, [received], version)
-    return received
+        yield sender_of(model)
 
 
 def join(sender: WeightSender, engine: ChildProcess) -> None:
@@ -102,6 +84,7 @@ def gap_to_model(model: Any, engine: ChildProcess, version: int) -> float:
 
 def test_two_updates_with_changed_weights(model: Any, sender: WeightSender, engine: ChildProcess) -> None:
     assert sender.num_buckets() >= 3
+    assert choose_offering_ranks([sender.device_key()], engine.call("device_keys")) == [True]
     for version in (1, 2):
         change(model, seed=version)
         publish(sender, engine, version)

@@ -1,24 +1,21 @@
 """Sets that a real engine's filters keep, and the trainer's log-probs over them."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from small_models import small_run_config
+from small_engines import publish, sender_of
 
 from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.rollout_batch import build_rollout_batch
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.vllm.options import engine_options
-from verl_rc.workers.environment import engine_environment
 from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.language_model import load_causal_lm
 
 PROMPTS = [[3 + (7 * row + 5 * place) % 250 for place in range(12)] for row in range(16)]
-TEMPERATURE = 0.03  # of an untrained model, whose words are nearly equally likely
+TEMPERATURE = 0.03  # of an untrained model, whose tokens are nearly equally likely
 FILTERS = {
     "top_k": SamplingOptions(TEMPERATURE, 1.0, 5, 24, (), True, max_kept_tokens=21),
     "top_p": SamplingOptions(TEMPERATURE, 0.9, -1, 24, (), True, max_kept_tokens=300),
@@ -28,21 +25,11 @@ FILTERS = {
 """Limits of 300 are above the vocabulary."""
 
 
-@pytest.fixture(scope="module")
-def engine(task: dict[str, Path]) -> Iterator[ChildProcess]:
-    config = small_run_config(
-        task["model"],
-        "actor_rollout_ref.rollout.load_format=auto",
-        "actor_rollout_ref.rollout.kv_cache_megabytes=32",
-        "actor_rollout_ref.rollout.min_p=0.1",
-        "actor_rollout_ref.rollout.max_kept_tokens=300",
-        "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32",
-    )
-    options = replace(engine_options(config, "cpu"), max_model_len=64)
-    environment = engine_environment(1, "cpu", one_node=True)
-    process = ChildProcess("verl_rc.rollout.vllm.engine:VllmEngine", environment, options=options)
-    yield process
-    process.end()
+@pytest.fixture
+def engine(small_engine: ChildProcess, task: dict[str, Path]) -> ChildProcess:
+    """With the task's weights."""
+    publish(sender_of(load_causal_lm(str(task["model"]), torch.float32)), small_engine, 1)
+    return small_engine
 
 
 def sampled(engine: ChildProcess, options: SamplingOptions) -> RolloutBatch:
@@ -55,14 +42,14 @@ def sampled(engine: ChildProcess, options: SamplingOptions) -> RolloutBatch:
 def test_the_trainer_computes_what_the_engine_reports(
     engine: ChildProcess, task: dict[str, Path], name: str
 ) -> None:
-    """To the rounding of float32; over all words it would not."""
+    """To the rounding of float32; over all tokens it would not."""
     options = FILTERS[name]
     rollouts = sampled(engine, options)
     tokens, mask = rollouts.tokens, rollouts.response_mask
     assert tokens.kept_counts is not None
     assert tokens.kept_counts[mask].min() >= 1
     if options.top_k > 0:
-        assert tokens.kept_counts.max() <= options.top_k  # no two words are as likely in float32
+        assert tokens.kept_counts.max() <= options.top_k  # no two tokens are as likely in float32
     model = load_causal_lm(str(task["model"]), torch.float32).eval()
     with torch.no_grad():
         over_sets = score_tokens(model, tokens, ForwardOptions(TEMPERATURE), with_entropy=True)

@@ -43,8 +43,11 @@ def precision(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def engine(model: Path, precision: str) -> Iterator[ChildProcess]:
-    arguments = {"enable_return_routed_experts": True}
+    """Its cache has 28 blocks: enough for samples of two blocks, of which pairs share one, not of three."""
+    block_bytes = 32 * 512 // (1 if precision == "float32" else 2)
+    arguments = {"enable_return_routed_experts": True, "kv_cache_memory_bytes": 28 * block_bytes}
     process = start_small_engine(model, arguments, dtype=precision)
+    process.call("count_preemptions")
     yield process
     process.end()
 
@@ -82,6 +85,7 @@ def test_the_trainer_takes_the_experts_that_the_engine_took(
 ) -> None:
     """In float32 none differs; in bfloat16 some do, and with them a part of the gap goes."""
     rollouts = batch_of(sampled(engine))
+    assert engine.call("count_preemptions") == 0
     tokens, mask = rollouts.tokens, rollouts.response_mask
     assert tokens.experts_counts is not None
     assert tokens.experts_counts.tolist() == [[40 * SIZE] + [SIZE] * 15] * len(PROMPTS)
@@ -126,20 +130,18 @@ def test_what_continues_has_the_experts_of_every_place_once(
         assert_replayed(model, rollouts)
 
 
-def test_what_is_computed_again_keeps_the_experts_that_it_was_sampled_with(model: Path) -> None:
+def test_what_is_computed_again_keeps_the_experts_that_it_was_sampled_with(
+    engine: ChildProcess, model: Path, precision: str
+) -> None:
     """The cache has room for a part of the samples: others lose their blocks, and are computed again."""
-    arguments = {"enable_return_routed_experts": True, "kv_cache_memory_bytes": 20 * 32 * 512}
-    engine = start_small_engine(model, arguments)
-    try:
-        engine.call("count_preemptions")
-        rollouts = batch_of(sampled(engine, replace(SAMPLING, max_tokens=50)))
-        assert engine.call("count_preemptions") > 3
-    finally:
-        engine.end()
+    before = engine.call("count_preemptions")
+    rollouts = batch_of(sampled(engine, replace(SAMPLING, max_tokens=50)))
+    assert engine.call("count_preemptions") > before + 3
     tokens = rollouts.tokens
     assert tokens.experts_counts is not None
     assert tokens.experts_counts.tolist() == [[40 * SIZE] + [SIZE] * 49] * len(PROMPTS)
-    assert_replayed(model, rollouts)
+    if precision == "float32":
+        assert_replayed(model, rollouts)
 
 
 def test_experts_come_with_training_samples_alone(engine: ChildProcess) -> None:

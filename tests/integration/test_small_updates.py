@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine_contract import GREEDY
-from small_engines import BUCKET_BYTES, start_small_engine
+from small_engines import BUCKET_BYTES, publish, start_small_engine
 from small_models import log_probs
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +16,6 @@ from verl_rc.config.models import ModelConfig
 from verl_rc.data.parts import Sample, token_ids
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.rollout.sampling import GenerationRequest
-from verl_rc.weight_sync.proof import check_receipts
 from verl_rc.weight_sync.sender import WeightSender
 from verl_rc.workers.lora import add_adapters, engine_weights
 
@@ -61,11 +60,7 @@ def engine(task: dict[str, Path]) -> Iterator[ChildProcess]:
 def sampled(engine: ChildProcess, model: Any, version: int, whole: bool) -> list[Sample]:
     """Greedily, with the weights or the adapters of the model."""
     sender = WeightSender(engine_weights(model, CONFIG), 0, torch.device("cpu"), "bfloat16", BUCKET_BYTES)
-    engine.call("begin_update")
-    for index in range(sender.num_buckets(whole)):
-        engine.call("load_bucket", sender.offer(index, True, whole))
-    sent = sender.release()
-    check_receipts(sender.manifest_of(whole), sent, [engine.call("finish_update", version)], version)
+    publish(sender, engine, version, whole)
     samples: list[Sample] = engine.call("generate", [GenerationRequest(one, 0) for one in PROMPTS], SHORT)
     return samples
 

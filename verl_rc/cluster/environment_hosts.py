@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError
 from verl_rc.config.rollout import EnvironmentConfig
 from verl_rc.data.episode import Episode, EpisodeKey, Opening, Turn
 from verl_rc.rollout.environment import EpisodeFailedError
-from verl_rc.rollout.environment_host import Failed, Hosts, Outcome
+from verl_rc.rollout.environment_host import Failure, Hosts, StepOutcome
 
 _MOST_LOSSES = 3
 """Hosts that a call may lose before it fails; until then Ray makes it again on the host that it starts."""
@@ -59,14 +59,14 @@ class RayHosts(Hosts):
 
     async def open(self, row: Mapping[str, Any], seed: int) -> Opening | None:
         """See ``Hosts``."""
-        outcome: Opening | Failed | None = await self._call(seed, "open", row, seed)
-        if isinstance(outcome, Failed):
-            raise EpisodeFailedError(outcome.why)
+        outcome: Opening | Failure | None = await self._call(seed, "open", row, seed)
+        if isinstance(outcome, Failure):
+            raise EpisodeFailedError(outcome.reason)
         return outcome
 
-    async def step(self, episode: Episode, turn: Turn) -> Outcome:
+    async def step(self, episode: Episode, turn: Turn) -> StepOutcome:
         """See ``Hosts``."""
-        outcome: Outcome = await self._call(sum(episode.key), "step", episode, turn)
+        outcome: StepOutcome = await self._call(sum(episode.key), "step", episode, turn)
         return outcome
 
     async def close(self, key: EpisodeKey) -> None:
@@ -98,8 +98,8 @@ class RayHosts(Hosts):
         try:
             return await actor.call.remote(method, *arguments)
         except RayActorError as error:
-            return Failed(
-                f"hosts of environments died {1 + _MOST_LOSSES} times in a row: {error}", again=False
+            return Failure(
+                f"hosts of environments died {1 + _MOST_LOSSES} times in a row: {error}", may_retry=False
             )
         except asyncio.CancelledError:  # who asked has no more patience
             ray.kill(actor, no_restart=False)

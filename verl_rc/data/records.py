@@ -95,8 +95,8 @@ class VerifiersRecords:
     """The rows of a file in the format of ``verifiers`` as records in verl's.
 
     A row has ``prompt`` (chat messages) or ``question`` (a text), and ``answer``; ``info`` (a mapping, or one
-    as JSON text) and ``task`` if there are any. ``answer`` becomes the ground truth, ``info`` the extra info
-    and ``task`` the data source.
+    as JSON text), ``task`` and ``agent_name`` if there are any. ``answer`` becomes the ground truth, ``info``
+    the extra info and ``task`` the data source.
     """
 
     COLUMNS = ("question", "answer", "info", "task")
@@ -144,6 +144,7 @@ class VerifiersRecords:
             "data_source": row.get("task") or "verifiers",
             "reward_model": {"ground_truth": row["answer"]},
             "extra_info": info or None,
+            "agent_name": row.get("agent_name"),
         }
 
 

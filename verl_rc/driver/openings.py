@@ -9,7 +9,7 @@ from verl_rc.config.task import DataConfig
 from verl_rc.data.dataset import PromptRow, fit_prompt
 from verl_rc.data.episode import Opening
 from verl_rc.data.tokenize import encode_opening
-from verl_rc.rollout.conversation import TRIES, EventLoop
+from verl_rc.rollout.conversation import MAX_ATTEMPTS, EventLoop
 from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.environment_host import Hosts
 
@@ -45,7 +45,7 @@ class Openings:
         return await asyncio.gather(*(self._ask(row, seed) for row, seed in rows))
 
     async def _ask(self, row: PromptRow, seed: int) -> Opening | EpisodeFailedError | None:
-        for _ in range(TRIES):
+        for _ in range(MAX_ATTEMPTS):
             try:
                 return await self.hosts.open(row.for_environment(), seed)
             except EpisodeFailedError as error:

@@ -1,4 +1,4 @@
-"""Conversations of a policy with its environment: turns go out, replies come back as tokens.
+"""Conversations of a policy with its environment: text of turns goes out, replies come back as tokens.
 
 Every sample takes its turns at its own pace. Sampled token ids are never encoded again from text.
 """
@@ -19,22 +19,22 @@ from verl_rc.data.tokenize import ContinuationEncoder, encode_opening, load_toke
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.environment_host import (
-    Answered,
-    Failed,
+    Failure,
     Host,
     Hosts,
     NeedsHistory,
-    Outcome,
+    StepOutcome,
+    StepResult,
     open_host,
 )
 from verl_rc.rollout.sampling import ConversationOptions, GenerationRequest
 from verl_rc.rollout.tool_environment import template_arguments
 
-TRIES = 2
-"""How often an environment is asked for an opening or a reply, before its sample fails."""
+MAX_ATTEMPTS = 2
+"""How often an environment is asked for an opening or a reply before its sample fails."""
 
-_PATIENCE = 10.0
-"""Limits of a call that a host may take to answer: it may have to replay turns."""
+_HOST_TIMEOUT_FACTOR = 10.0
+"""Time limit of a host over that of an environment's method: a host may have to replay turns."""
 
 
 class EventLoop:
@@ -45,7 +45,7 @@ class EventLoop:
         threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
 
     def start(self, call: Coroutine[Any, Any, Any]) -> "Future[Any]":
-        """Run ``call`` there; returns at once."""
+        """Run ``call`` in this loop; returns at once."""
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
 
@@ -60,7 +60,7 @@ class LocalHosts(Hosts):
         """See ``Hosts``."""
         return await asyncio.wrap_future(self._loop.start(self._host.open(row, seed)))
 
-    async def step(self, episode: Episode, turn: Turn) -> Outcome:
+    async def step(self, episode: Episode, turn: Turn) -> StepOutcome:
         """See ``Hosts``."""
         return await asyncio.wrap_future(self._loop.start(self._host.step(episode, turn)))
 
@@ -70,25 +70,26 @@ class LocalHosts(Hosts):
 
 
 @dataclass(frozen=True)
-class Advanced:
+class AnsweredSample:
     """A sample with the environment's reply to its last turn."""
 
     sample: Sample
-    goes_on: bool
-    """Whether another turn follows."""
+    continues: bool
+    """Whether the policy gets another turn."""
 
 
 class Conversations:
-    """Brings turns to the environment and its replies into samples.
+    """Sends turns to the environment and appends its replies to samples.
 
-    A turn that ends with a stop token is followed by the messages of the reply, rendered by the chat
-    template, and by another turn. The prompt of that turn is the token ids of the one before, those sampled,
-    and those of the reply; or those of the reply alone, where that begins another conversation. Sampled
-    tokens and those of replies share the limit ``max_tokens``. A sample ends when the reply is done. It is
-    cut off (``finished`` False) when a turn reaches the limit, when the reply is truncated or would leave no
-    room for another token (it is then left out), or after ``max_turns``. Where one of the last two ends it
-    behind a whole turn, the environment gets one more turn, without tokens and not ``stopped``, and the last
-    reply is both.
+    When a turn ends with a stop token, the messages of the reply follow, rendered by the chat template, and
+    then another turn. The prompt of the next turn is the prompt of the last one, its sampled tokens and the
+    tokens of the reply; if the reply begins another conversation, it is the tokens of the reply alone.
+    Sampled tokens and tokens of replies share the limit ``max_tokens``.
+
+    A sample ends when the reply is done. It is cut off (``finished`` False) when a turn reaches the limit,
+    when the reply is truncated, after ``max_turns``, or when the reply would leave no room for another token;
+    such a reply is left out. In the last two cases a complete turn has come before: the environment then gets
+    one more turn, without tokens and not ``stopped``, and its reply is joined to the last one.
     """
 
     def __init__(
@@ -97,66 +98,71 @@ class Conversations:
         hosts: Hosts,
         template_arguments: Mapping[str, Any],
         max_turns: int | None = None,
-        patience_seconds: float | None = None,
+        host_timeout_seconds: float | None = None,
     ) -> None:
-        """``patience_seconds``: for a host that does not answer at all, because an environment blocks it.
+        """``host_timeout_seconds``: limit of a host's answer, for hosts that an environment blocks.
 
-        Raises ``ValueError`` when the chat template cannot go on behind an assistant's turn.
+        Raises ``ValueError`` when the chat template cannot continue after an assistant's turn.
         """
         self._tokenizer = tokenizer
         self._hosts = hosts
         self._template_arguments = template_arguments
         self._encoder = ContinuationEncoder(tokenizer, template_arguments)
         self._max_turns = max_turns
-        self._patience = patience_seconds
+        self._host_timeout = host_timeout_seconds
         self._loop = EventLoop("conversations")
 
     @classmethod
-    def open(cls, options: ConversationOptions) -> "Conversations":
+    def from_options(cls, options: ConversationOptions) -> "Conversations":
         """Build them with the tokenizer of ``options``. Raises ``ValueError`` also when tools or environment
         cannot be made."""
         environment = options.rollout.environment
-        patience = None if environment.name is None else _PATIENCE * environment.step_seconds
+        timeout = None if environment.name is None else _HOST_TIMEOUT_FACTOR * environment.step_seconds
         return cls(
             load_tokenizer(options.tokenizer_path, options.trust_remote_code),
             options.hosts or LocalHosts(open_host(options.rollout)),
             template_arguments(options.rollout.multi_turn, options.chat_template_kwargs),
             environment.max_turns,
-            patience,
+            timeout,
         )
 
-    def ask(self, request: GenerationRequest, sample: Sample, max_tokens: int) -> "Future[Advanced]":
+    def request_reply(
+        self, request: GenerationRequest, sample: Sample, max_tokens: int
+    ) -> "Future[AnsweredSample]":
         """The sample with the environment's reply to its last turn.
 
-        The future raises ``EpisodeFailedError`` when there is none, or the chat template cannot go on with
-        it.
+        The future raises ``EpisodeFailedError`` when the environment gives no reply, or the chat template
+        cannot continue with it.
         """
-        return self._loop.start(self._ask(request, sample, max_tokens))
+        return self._loop.start(self._reply(request, sample, max_tokens))
 
-    async def _ask(self, request: GenerationRequest, sample: Sample, max_tokens: int) -> Advanced:
+    async def _reply(self, request: GenerationRequest, sample: Sample, max_tokens: int) -> AnsweredSample:
         assert request.episode is not None
-        began = time.perf_counter()
-        *past, turn = self._turns(sample)
-        history = [Exchange(one, reply) for one, reply in zip(past, sample.replies, strict=True)]
-        answer = await self._answer(replace(request.episode, state=sample.state), history, turn)
-        finished = turn.stopped and not answer.reply.truncated
-        parts = self._continued(sample, turn, answer.reply, max_tokens)
-        if parts is None and turn.stopped and not answer.reply.ends:
-            finished = False
-            history.append(Exchange(turn, answer.reply))
-            none = Turn(turn.number + 1, "", (), stopped=False)
-            last = await self._answer(replace(request.episode, state=answer.state), history, none)
-            answer = Answered(answer.reply.joined(last.reply))
-        replies = [*sample.replies, replace(answer.reply, waited=time.perf_counter() - began)]
+        start = time.perf_counter()
+        *earlier_turns, turn = self._turns(sample)
+        history = [
+            Exchange(earlier, reply) for earlier, reply in zip(earlier_turns, sample.replies, strict=True)
+        ]
+        result = await self._step_with_retries(replace(request.episode, state=sample.state), history, turn)
+        reply = result.reply
+        parts = self._parts_of_next_turn(sample, turn, reply, max_tokens)
+        if parts is None and turn.stopped and not reply.ends:
+            history.append(Exchange(turn, reply))
+            last_turn = Turn(turn.number + 1, "", (), stopped=False)
+            episode = replace(request.episode, state=result.state)
+            reply = reply.joined((await self._step_with_retries(episode, history, last_turn)).reply)
+        replies = [*sample.replies, replace(reply, waited=time.perf_counter() - start)]
         if parts is None:
-            return Advanced(replace(sample, replies=replies, state=None, finished=finished), goes_on=False)
-        sample = replace(sample, parts=parts, replies=replies, state=answer.state, finished=False)
-        return Advanced(sample, goes_on=True)
+            finished = turn.stopped and reply.done and not reply.truncated
+            sample = replace(sample, replies=replies, state=None, finished=finished)
+            return AnsweredSample(sample, continues=False)
+        sample = replace(sample, parts=parts, replies=replies, state=result.state, finished=False)
+        return AnsweredSample(sample, continues=True)
 
-    def _continued(
+    def _parts_of_next_turn(
         self, sample: Sample, turn: Turn, reply: Reply, max_tokens: int
     ) -> list[Part | Answer] | None:
-        """The response with the messages of the reply; None: no turn follows."""
+        """The response with the tokens of the reply; None: no turn follows."""
         if reply.ends or not turn.stopped or turn.number + 1 == self._max_turns:
             return None
         opening = reply.opening
@@ -170,40 +176,42 @@ class Conversations:
             raise EpisodeFailedError(f"the environment's reply to turn {turn.number}: {error}") from error
         answer = Answer(torch.tensor(tokens, dtype=torch.int32), restarts=opening is not None)
         parts = [*sample.parts, answer]
-        # At least one token must fit after the reply: no engine can go on without room for one.
+        # An engine samples at least one token after the reply.
         return parts if num_tokens(parts) < max_tokens else None
 
-    async def _answer(self, episode: Episode, history: Sequence[Exchange], turn: Turn) -> Answered:
-        """The environment's answer to a turn, for which it is asked ``TRIES`` times."""
-        for attempt in range(TRIES):
+    async def _step_with_retries(
+        self, episode: Episode, history: Sequence[Exchange], turn: Turn
+    ) -> StepResult:
+        """The environment's result of a turn, in ``MAX_ATTEMPTS`` attempts. Raises ``EpisodeFailedError``."""
+        for attempt in range(MAX_ATTEMPTS):
             outcome = await self._step(episode, turn)
             episode = replace(episode, history=history)
             if isinstance(outcome, NeedsHistory):
                 outcome = await self._step(episode, turn)
-            if isinstance(outcome, Answered):
+            if isinstance(outcome, StepResult):
                 return replace(outcome, reply=replace(outcome.reply, asked_again=attempt))
-            assert isinstance(outcome, Failed)
+            assert isinstance(outcome, Failure)
             failure = outcome
-            if not failure.again:
+            if not failure.may_retry:
                 break
-        raise EpisodeFailedError(failure.why)
+        raise EpisodeFailedError(failure.reason)
 
-    async def _step(self, episode: Episode, turn: Turn) -> Outcome:
+    async def _step(self, episode: Episode, turn: Turn) -> StepOutcome:
         try:
-            return await asyncio.wait_for(self._hosts.step(episode, turn), self._patience)
+            return await asyncio.wait_for(self._hosts.step(episode, turn), self._host_timeout)
         except asyncio.TimeoutError:
-            return Failed(
+            return Failure(
                 f"turn {turn.number} of episode {episode.key}: an environment must leave its thread to "
-                f"others while it waits (await), but its host did not answer within {self._patience:g} s.",
-                again=False,
+                "others while it waits (await), but its host did not answer within "
+                f"{self._host_timeout:g} s.",
+                may_retry=False,
             )
 
     def _turns(self, sample: Sample) -> list[Turn]:
         """The policy's turns so far."""
         turns = [parts for is_turn, parts in runs(sample.parts) if is_turn]
-        last = len(turns) - 1
         return [
-            self._turn(number, token_ids(parts), stopped=number < last or sample.finished)
+            self._turn(number, token_ids(parts), stopped=number + 1 < len(turns) or sample.finished)
             for number, parts in enumerate(turns)
         ]
 
@@ -213,26 +221,26 @@ class Conversations:
         return Turn(number, text.removesuffix(self._tokenizer.eos_token), tuple(tokens), stopped)
 
     def close(self, request: GenerationRequest) -> None:
-        """Forget the episode of a request that is given up."""
+        """Close the episode of a cancelled request."""
         assert request.episode is not None
         self._loop.start(self._hosts.close(request.episode.key))
 
 
 class OpenSamples:
-    """The book of a sampler, by the step loop's keys: what was submitted, and what there is of it."""
+    """The samples that a sampler has begun and not ended, by the step loop's keys, with their parts."""
 
     def __init__(self, conversations: Conversations | None) -> None:
-        """``conversations`` has the environment of requests with an episode; None: there are none.
+        """``conversations``: of requests with an episode; None: there are none.
 
-        The sample of any other request ends with its first turn.
+        The sample of a request without an episode ends with its first turn.
         """
         self._conversations = conversations
-        self._open: dict[int, tuple[QueuedSample, Sample]] = {}
+        self._samples: dict[int, tuple[QueuedSample, Sample]] = {}
 
-    def begin(self, key: int, queued: QueuedSample) -> "tuple[Sample, Future[Advanced] | None]":
-        """What there is of a sample that begins or goes on, and what it waits for, if it waits for a
-        reply."""
-        if key in self._open:
+    def begin(self, key: int, queued: QueuedSample) -> "tuple[Sample, Future[AnsweredSample] | None]":
+        """The parts of a sample that begins or continues, and the reply that it waits for; None: it can be
+        sampled."""
+        if key in self._samples:
             return self[key], None
         request = queued.request
         sample = replace(request.so_far, number=queued.number, finished=False)
@@ -240,58 +248,59 @@ class OpenSamples:
         limit = request.limit(queued.options)
         is_full = num_tokens(sample.parts) >= limit
         if self._conversations is None or request.episode is None or not (stopped or is_full):
-            self._open[key] = queued, sample
+            self._samples[key] = queued, sample
             return sample, None
-        # The engine that sampled it, or the run, was lost while its environment was at work.
+        # The engine that sampled the turn, or the run, was lost before the environment replied.
         sample = replace(sample, finished=stopped)
-        self._open[key] = queued, sample
-        return sample, self._conversations.ask(request, sample, limit)
+        self._samples[key] = queued, sample
+        return sample, self._conversations.request_reply(request, sample, limit)
 
     def __getitem__(self, key: int) -> Sample:
-        """What there is of a sample that has begun."""
-        return self._open[key][1]
+        """A sample that has begun."""
+        return self._samples[key][1]
 
     def get(self, key: int) -> Sample | None:
-        """What there is of a sample; None: it has not begun."""
-        return self[key] if key in self._open else None
+        """A sample; None: it has not begun."""
+        return self[key] if key in self._samples else None
 
-    def grown(self, key: int, parts: Sequence[Part]) -> Sample:
-        """A sample that has begun, with what was sampled since."""
+    def extended(self, key: int, parts: Sequence[Part]) -> Sample:
+        """A sample that has begun, with further parts behind its own."""
         return replace(self[key], parts=[*self[key].parts, *parts])
 
-    def grow(self, key: int, parts: Sequence[Part]) -> None:
-        """Keep what was sampled."""
-        self._open[key] = self._open[key][0], self.grown(key, parts)
+    def extend(self, key: int, parts: Sequence[Part]) -> None:
+        """Append sampled parts."""
+        self._samples[key] = self._samples[key][0], self.extended(key, parts)
 
     def drop(self, key: int) -> None:
-        """Forget a sample, if it has begun."""
-        if key in self._open:
-            queued, _ = self._open.pop(key)
+        """Forget a sample, if it has begun, and close its episode."""
+        if key in self._samples:
+            queued, _ = self._samples.pop(key)
             if self._conversations is not None and queued.request.episode is not None:
                 self._conversations.close(queued.request)
 
-    def end_turn(self, key: int, parts: Sequence[Part], stopped: bool) -> "Sample | Future[Advanced]":
-        """The sample if it has ended with this turn, else what it waits for.
+    def end_turn(self, key: int, parts: Sequence[Part], stopped: bool) -> "Sample | Future[AnsweredSample]":
+        """The sample if it ends with this turn, else the reply that it waits for.
 
         ``stopped``: a stop token has ended the turn (False: a limit).
         """
-        queued, sample = self._open[key][0], replace(self.grown(key, parts), finished=stopped)
+        queued, sample = self._samples.pop(key)
+        sample = replace(sample, parts=[*sample.parts, *parts], finished=stopped)
         if self._conversations is None or queued.request.episode is None:
-            del self._open[key]
             return sample
-        self._open[key] = queued, sample
-        return self._conversations.ask(queued.request, sample, queued.request.limit(queued.options))
+        self._samples[key] = queued, sample
+        limit = queued.request.limit(queued.options)
+        return self._conversations.request_reply(queued.request, sample, limit)
 
-    def proceed(self, key: int, advanced: Advanced) -> Sample | None:
-        """Take the sample with the reply that it has waited for; returns it if that has ended it."""
-        queued, _ = self._open.pop(key)
-        if not advanced.goes_on:
-            return advanced.sample
-        self._open[key] = queued, advanced.sample
+    def proceed(self, key: int, answered: AnsweredSample) -> Sample | None:
+        """Store a sample with the environment's reply; returns the sample if that has ended it."""
+        queued, _ = self._samples.pop(key)
+        if not answered.continues:
+            return answered.sample
+        self._samples[key] = queued, answered.sample
         return None
 
 
 def _ends_with(sample: Sample, stop_token_ids: Sequence[int]) -> bool:
-    """Whether the last token is the policy's, and one of these."""
-    last = sample.parts[-1] if sample.parts else None
-    return isinstance(last, Part) and int(last.token_ids[-1]) in stop_token_ids
+    """Whether the last token was sampled and is one of ``stop_token_ids``."""
+    part = sample.parts[-1] if sample.parts else None
+    return isinstance(part, Part) and int(part.token_ids[-1]) in stop_token_ids

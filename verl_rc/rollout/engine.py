@@ -1,4 +1,4 @@
-"""The protocol of an engine: what it does, what goes to it and what comes back.
+"""The protocol of an engine, and the records of its calls.
 
 An engine is added as a folder ``rollout/NAME`` and by its name among those of
 ``actor_rollout_ref.rollout.name``.
@@ -30,62 +30,62 @@ class QueuedSample:
     """Waiting samples begin in ascending order of this number."""
     request: GenerationRequest
     options: SamplingOptions
-    ahead: bool = False
-    """Priority: the sample begins before those without, and no other one begins until it has ended. Running
+    has_priority: bool = False
+    """The sample begins before those without priority, and none of them begins until it has ended. Running
     samples continue."""
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for a response that has no room for another token: no engine can sample it.
+        """Raise ``ValueError`` for a response without room for another token: no engine can sample it.
 
-        One that an environment answers may still wait for its last reply.
+        A full response with an environment may still wait for its last reply.
         """
-        limit, written = self.request.limit(self.options), num_tokens(self.request.so_far.parts)
-        if written >= limit and self.request.episode is None:
+        limit, length = self.request.limit(self.options), num_tokens(self.request.so_far.parts)
+        if length >= limit and self.request.episode is None:
             raise ValueError(
                 f"a response that is to be sampled must have room for a token, but request {self.number} has "
-                f"{written} tokens and a limit of {limit}; raise max_tokens, or take the response as ended."
+                f"{length} tokens and a limit of {limit}; raise max_tokens, or take the response as ended."
             )
 
 
 @dataclass(frozen=True)
 class Collected:
-    """Samples of one engine that have ended; every one is collected once."""
+    """Samples of one engine that have ended; each is collected once."""
 
     samples: list[Sample]
-    """Those that have a response, in any order."""
+    """Samples with a response, in any order."""
     failures: dict[int, str] = field(default_factory=dict)
-    """Why the others have none, by number: its environment failed."""
+    """Messages of failed environments, by the numbers of their samples."""
 
 
 @dataclass(frozen=True)
 class Interrupted:
-    """What a weight update interrupted, of one engine."""
+    """Samples of one engine that a weight update interrupted."""
 
     samples: list[Sample]
-    """Those that had begun and not ended, with their tokens before the update, in any order."""
+    """Samples that had begun and not ended, with their tokens before the update, in any order."""
     pause_seconds: float = 0.0
-    """Seconds from the last token before the update until sampling could go on."""
+    """Seconds from the last token before the update until the engine could sample again."""
     recomputed_tokens: int = 0
     """Tokens of prompts and responses that the engine has to compute again."""
 
 
 class EngineOptions(Protocol):
-    """What the cluster reads of an engine's options. Each room of an engine has a record of its own."""
+    """The part of an engine's options that the cluster reads. Each engine has a record of its own."""
 
     worker: ClassVar[str]
     """The class of the engine, as ``module:Class``; it is built with ``options=``."""
 
     @property
     def deterministic(self) -> bool:
-        """Whether nothing may depend on time: a sample's engine follows from its seed, and engines wait for
-        ``resume``."""
+        """Whether results must not depend on time: a sample's engine follows from its seed, and engines wait
+        for ``resume``."""
 
 
 def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -> EngineOptions:
-    """The options of the engine that ``actor_rollout_ref.rollout.name`` names: what the function of this name
-    in ``rollout/NAME/options.py`` makes of the configuration.
+    """The options of the engine ``actor_rollout_ref.rollout.name``, by the function of this name in
+    ``rollout/NAME/options.py``.
 
-    ``hosts``: of environments in other processes; None: an engine has its own.
+    ``hosts``: of environments in other processes; None: each engine has a host of its own.
     """
     room = import_module(f"verl_rc.rollout.{config.actor_rollout_ref.rollout.name}.options")
     options: EngineOptions = room.engine_options(config, device, hosts)
@@ -94,40 +94,40 @@ def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What a running engine says of itself."""
+    """Properties of a running engine."""
 
     block_size: int
     """Tokens of a block of its prefix cache."""
     measured: Mapping[str, str] = field(default_factory=dict)
-    """What it measured on this machine, by name."""
+    """Results of its measurements on this machine, by name."""
 
 
 class Engine(Protocol):
     """Samples responses with the weights of a trainer; lives alone in a process, which is ended with it.
 
-    Requests go in by ``submit``, samples come out by ``collect``, once each, with the log-prob and the
-    version of the weights of every token. Methods may be called from any thread. A method whose work depends
-    on other calls, such as an update that waits for samples, holds back nothing that it depends on.
+    ``submit`` takes requests, and ``collect`` returns each sample once, with the log-prob and the version of
+    the weights of every token. Methods may be called from any thread. A method that waits for other calls,
+    such as an update that waits for samples, does not hold these calls back.
 
-    The first update has all tensors, later ones may have those alone that training changes. They come by
+    The first update has all tensors, later ones may have only those that training changes. An update comes by
     ``receive_weights``; by ``stage_weights`` beside sampling, then ``load_staged``; or by ``begin_update``,
-    ``load_bucket`` for each bucket and ``finish_update``. A sample that is submitted after an update has
-    begun gets no token of older weights. Whether samples that were submitted before end first, or are cut
-    and go on with the new weights, is an option of the engine.
+    ``load_bucket`` for each bucket and ``finish_update``. A sample that is submitted after the begin of an
+    update gets no token of older weights. An option of the engine says whether samples that were submitted
+    before end first, or are cut and continue with the new weights.
     """
 
     def facts(self) -> EngineFacts:
         """Properties of the running engine."""
 
     def submit(self, samples: Sequence[QueuedSample]) -> None:
-        """Queue samples and return at once. One with ``request.so_far`` goes on behind it, with the tokens
-        that it would have had without the interruption."""
+        """Queue samples and return at once. A sample with ``request.so_far`` continues with the tokens that
+        it would have had without the interruption."""
 
     def cancel(self, numbers: Sequence[int]) -> None:
-        """Stop sampling these, begun or not; ``collect`` still returns those that have ended."""
+        """Stop samples, begun or not; ``collect`` still returns those that have ended."""
 
     def collect(self, at_least: int = 1, wait_seconds: float | None = None) -> Collected:
-        """Submitted samples that have ended, once there are ``at_least`` so many or ``wait_seconds`` are over
+        """Submitted samples that have ended; waits until there are ``at_least`` or ``wait_seconds`` are over
         (None: no limit)."""
 
     def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
@@ -142,20 +142,20 @@ class Engine(Protocol):
         """Receive a broadcast update and load it as ``version``; returns a receipt per worker."""
 
     def stage_weights(self, manifest: Manifest, bucket_bytes: int) -> None:
-        """Receive a broadcast update beside the samples that run, and keep it aside for ``load_staged``."""
+        """Receive a broadcast update while samples run, and keep it for ``load_staged``."""
 
     def load_staged(self, version: int) -> None:
-        """Load what ``stage_weights`` received last as ``version``, as soon as an update may begin; returns
+        """Load the last update of ``stage_weights`` as ``version``, as soon as an update may begin; returns
         at once."""
 
     def loaded(self) -> list[LoadReceipt] | None:
-        """A receipt per worker of the last ``load_staged``; None: it is still to come."""
+        """A receipt per worker of the last ``load_staged``; None: it has not been loaded yet."""
 
     def device_keys(self) -> list[str]:
         """The device of each worker, named as trainer ranks name theirs."""
 
     def begin_update(self) -> None:
-        """Make the model loadable, as soon as an update may begin; nothing is sampled until
+        """Make the model loadable, as soon as an update may begin; the engine samples nothing until
         ``finish_update``."""
 
     def load_bucket(self, handle: BucketHandle) -> None:
@@ -165,30 +165,28 @@ class Engine(Protocol):
         """End the update as ``version``; returns a receipt per worker."""
 
     def abandon_update(self) -> None:
-        """Close an update that broke off. Nothing is sampled until another one is finished."""
+        """Close an update that broke off. The engine samples nothing until another update is finished."""
 
     def interrupted(self) -> Interrupted:
-        """What the last update did to samples that were submitted."""
+        """The samples that the last update interrupted."""
 
     def resume(self) -> None:
-        """Go on after an update with what was submitted; only an engine that is ``deterministic`` waits for
-        this."""
+        """Sample submitted requests after an update; only a ``deterministic`` engine waits for this call."""
 
     def finish(self, numbers: Sequence[int]) -> None:
-        """Sample these to their end, also where the engine would otherwise wait for the next update."""
+        """Sample these numbers to their end, even if the engine would wait for the next update."""
 
     def activity(self) -> list[tuple[float, float]]:
-        """Beginning and end of each span in which the engine sampled since the last call, seconds since
-        1970."""
+        """Start and end of each span of sampling since the last call, seconds since 1970."""
 
     def sleep(self) -> bool:
         """Free the memory of weights and KV cache, so that a trainer on the same device can use it.
 
-        Waits until what was submitted has ended. What updates bring is lost: ``wake_up(["weights"])``, an
-        update and ``wake_up(["kv_cache"])`` must come before the next sample. Returns False, having done
-        nothing, for an engine that cannot sleep.
+        Waits until submitted samples have ended. The tensors of updates are lost: ``wake_up(["weights"])``,
+        an update and ``wake_up(["kv_cache"])`` must come before the next sample. An engine that cannot sleep
+        does nothing and returns False.
         """
 
     def wake_up(self, tags: Sequence[MemoryTag]) -> bool:
-        """Take the memory of ``tags`` again, its contents undefined; False, having done nothing, if it cannot
-        sleep."""
+        """Take the memory of ``tags`` again, its contents undefined; an engine that cannot sleep does nothing
+        and returns False."""

@@ -23,8 +23,8 @@ __all__ = [
 
 
 class PolicyError(Exception):
-    """The policy is at fault (an endless loop, a forbidden call): the episode ends here, and is trained on
-    with this reward."""
+    """The policy is at fault (an endless loop, a forbidden call): the episode ends and is trained on with
+    this reward."""
 
     def __init__(self, why: str, reward: float = 0.0) -> None:
         super().__init__(why)
@@ -32,52 +32,50 @@ class PolicyError(Exception):
 
 
 class EpisodeFailedError(RuntimeError):
-    """An environment did not do what it must; the message names it and the turn. Its sample is not trained
-    on."""
+    """An environment has failed; the message names it and the turn. Its sample is not trained on."""
 
 
 class Environment(ABC):
     """One episode. One method runs at a time, and may wait.
 
-    Every sample of a prompt has an object of its own. An episode may go on in another process, after a loss
-    or in a resumed run: then ``restore`` gets what ``state`` gave last, or, where that was None, ``reset``
-    and ``step`` are called again with the same seed and turns and must reply alike.
+    Every sample of a prompt has an object of its own. After a loss or in a resumed run an episode may
+    continue in another process: ``restore`` then gets the last ``state``. If that was None, ``reset`` and
+    ``step`` are called with the same seed and turns, and must reply alike.
     """
 
     @abstractmethod
     async def reset(self, row: Mapping[str, Any], seed: int) -> Opening | None:
         """Begin the episode; returns its prompt, or None for the prompt of the row.
 
-        ``row`` is that of the data, see ``Episode.row``. Samples of one prompt get the same ``seed``, and
-        must open alike.
+        ``row`` of the data: see ``Episode.row``. Samples of one prompt get the same ``seed`` and must open
+        alike.
         """
 
     @abstractmethod
     async def step(self, turn: Turn) -> Reply:
-        """Answer a turn of the policy. Raises ``PolicyError`` where the policy is at fault; any other
-        exception is the environment's failure."""
+        """Answer a turn of the policy. Raises ``PolicyError`` when the policy is at fault; any other
+        exception is a failure of the environment."""
 
     def __repr__(self) -> str:
-        """How messages call it."""
+        """Its name in messages."""
         return type(self).__name__
 
     async def state(self) -> bytes | None:
-        """What ``restore`` needs to go on from here, with the environment's random state; None: it is
-        rebuilt by the turns so far."""
+        """The state for ``restore``, with that of random generators; None: the turns are replayed."""
         return None
 
     async def restore(self, row: Mapping[str, Any], seed: int, state: bytes) -> None:
-        """Go on from ``state``, in place of ``reset``."""
+        """Continue from ``state``, instead of ``reset``."""
         raise NotImplementedError(f"{type(self).__name__} has a state, so it must have a method restore.")
 
     async def close(self) -> None:  # noqa: B027  (most hold nothing)
-        """Free what the episode holds; called once, also after a failure."""
+        """Free the resources of the episode; called once, also after a failure."""
 
 
 def environment_class(name: str, arguments: Mapping[str, Any]) -> Callable[[], Environment]:
-    """What makes the environments called ``name`` (``module:Class``) with these ``arguments``.
+    """The constructor of the environments ``name`` (``module:Class``) with these ``arguments``.
 
-    Makes one to see that it can be. Raises ``ValueError`` naming what is wrong.
+    Tries it once. Raises ``ValueError`` with the fault.
     """
     key = "actor_rollout_ref.rollout.environment"
     kind = import_attribute(name, f"{key}.name={name}", "class")
@@ -86,7 +84,7 @@ def environment_class(name: str, arguments: Mapping[str, Any]) -> Callable[[], E
     make = partial(kind, **arguments)
     try:
         make()
-    except ValueError:  # it says itself what is wrong
+    except ValueError:  # its message has the fault
         raise
     except Exception as error:  # such as a TypeError: a method is missing, or arguments do not fit
         raise ValueError(

@@ -1,12 +1,11 @@
 """A host: the open episodes of one process.
 
-An episode is opened on demand, from its state or its turns. So a lost host, a lost engine and a resumed run
-are one thing: a host that does not know the episode.
+A host opens an episode on demand, from its state or its turns. So a lost host, a lost engine and a resumed
+run are one case: the host does not know the episode.
 """
 
 import asyncio
 import reprlib
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
@@ -17,14 +16,14 @@ from verl_rc.rollout.environment import Environment, EpisodeFailedError, PolicyE
 from verl_rc.rollout.tool_environment import Toolbox, ToolEnvironment
 
 T = TypeVar("T")
-_OPENED_AT_ONCE = 32
-"""Episodes that a host opens at the same time: one may start a process, and all of a step come at once."""
+_MAX_CONCURRENT_RESETS = 32
+"""A reset may start a process, and a step asks for all its episodes at once."""
 _CLOSE_SECONDS = 5.0
-_MEGABYTE = 1 << 20
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Answered:
+class StepResult:
     """The reply to a turn, and the environment's state after it."""
 
     reply: Reply
@@ -37,58 +36,59 @@ class NeedsHistory:
 
 
 @dataclass(frozen=True)
-class Failed:
-    """There is no reply."""
+class Failure:
+    """The environment or its host has failed."""
 
-    why: str
-    again: bool
-    """Whether asking once more, from the episode's state or turns, may succeed."""
+    reason: str
+    may_retry: bool
+    """Whether the same turn, asked again from the episode's state or turns, may succeed."""
 
 
-Outcome = Answered | NeedsHistory | Failed
+StepOutcome = StepResult | NeedsHistory | Failure
 
 
 class Hosts(Protocol):
-    """Hosts as those see them who ask: here, or in other processes."""
+    """The interface of one or more hosts, in this process or in others."""
 
     async def open(self, row: Mapping[str, Any], seed: int) -> Opening | None:
-        """What an episode of a row opens with, see ``Environment.reset``. Raises ``EpisodeFailedError``."""
+        """The opening of a row's episode, see ``Environment.reset``. Raises ``EpisodeFailedError``."""
 
-    async def step(self, episode: Episode, turn: Turn) -> Outcome:
-        """Answer a turn. One that was answered already gets the same reply."""
+    async def step(self, episode: Episode, turn: Turn) -> StepOutcome:
+        """Answer a turn; a turn that was answered before gets the same reply."""
 
     async def close(self, key: EpisodeKey) -> None:
-        """Forget an episode, where it is open."""
+        """Close an episode, where it is open."""
 
     def count_lost(self) -> int:
-        """How many hosts were lost since the last call, as far as that is known."""
+        """Number of hosts that are known to be lost since the last call."""
         return 0
 
 
 @dataclass(frozen=True)
 class HostLimits:
-    """What an environment may take."""
+    """Limits of time and memory for the environments of a host."""
 
     step_seconds: float | None = None
-    """Of each of its methods; None: it has limits of its own."""
+    """Time limit of each method call; None: the environment has limits of its own."""
     idle_seconds: float = 1800.0
-    """An episode that nobody asks for so long is closed; it can be opened again."""
+    """An episode without a call for this long is closed; it can be opened again."""
     state_megabytes: float = 16.0
+    """Largest state, MiB."""
 
 
 @dataclass
-class _Open:
-    """An episode that is open here."""
+class _Session:
+    """An episode that is open on this host."""
 
-    number: int
-    """Of the last turn that was answered; -1: none."""
-    answer: Answered | None = None
-    """To that turn; None: it was given elsewhere."""
+    last_turn: int
+    """Number of the last turn that was answered; -1: none."""
+    last_result: StepResult | None = None
+    """The result of that turn; None: another host has it."""
     environment: Environment | None = None
-    """None: it is still to be made."""
+    """None until the first turn on this host."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    used: float = 0.0
-    """When it was last asked for, by the loop's clock."""
+    last_used: float = 0.0
+    """Time of the last call, by the event loop's clock."""
 
 
 class Host:
@@ -98,121 +98,116 @@ class Host:
         """``make`` builds the environment of a row."""
         self._make = make
         self._limits = limits
-        self._open: dict[EpisodeKey, _Open] = {}
-        self._opening = asyncio.Semaphore(_OPENED_AT_ONCE)
-        self.counts: Counter[str] = Counter()
-        """How often an episode was begun, restored, replayed, failed, failed to close, and a reply repeated.
-        """
+        self._sessions: dict[EpisodeKey, _Session] = {}
+        self._reset_slots = asyncio.Semaphore(_MAX_CONCURRENT_RESETS)
 
     def __len__(self) -> int:
         """Number of open episodes."""
-        return len(self._open)
+        return len(self._sessions)
 
     async def open(self, row: Mapping[str, Any], seed: int) -> Opening | None:
         """See ``Hosts``."""
-        one = _Open(-1)
         try:
-            one.environment = self._make(row)
-            return await self._reset(one.environment, row, seed)
+            environment = self._make(row)
+            try:
+                return await self._reset(environment, row, seed)
+            finally:
+                await self._close(environment)
         except Exception as error:
             raise EpisodeFailedError(f"the environment failed to open an episode: {error!r}") from error
-        finally:
-            if one.environment is not None:
-                await self._close(one.environment)
 
-    async def step(self, episode: Episode, turn: Turn) -> Outcome:
+    async def step(self, episode: Episode, turn: Turn) -> StepOutcome:
         """See ``Hosts``."""
         await self._close_idle()
-        one = self._open.get(episode.key)
-        if one is not None and one.number not in (turn.number - 1, turn.number):
+        session = self._sessions.get(episode.key)
+        if session is not None and session.last_turn not in (turn.number - 1, turn.number):
             await self.close(episode.key)  # its last turns went to another host
-            one = None
-        if one is None and turn.number and episode.state is None and episode.history is None:
-            return NeedsHistory()
-        if one is None:
-            one = self._open[episode.key] = _Open(turn.number - 1)
-        one.used = asyncio.get_running_loop().time()
-        (outcome,) = await asyncio.gather(self._advance(one, episode, turn), return_exceptions=True)
+            session = None
+        if session is None:
+            if turn.number and episode.state is None and episode.history is None:
+                return NeedsHistory()
+            session = self._sessions[episode.key] = _Session(turn.number - 1)
+        session.last_used = asyncio.get_running_loop().time()
+        (outcome,) = await asyncio.gather(self._answer_turn(session, episode, turn), return_exceptions=True)
         if isinstance(outcome, BaseException):
-            self.counts["failed"] += 1
             await self.close(episode.key)
-            is_final = isinstance(outcome, EpisodeFailedError | BadReplyError)
-            where = f"the environment, turn {turn.number} of episode {episode.key}"
-            return Failed(f"{where}: {outcome if is_final else repr(outcome)}", again=not is_final)
+            is_permanent = isinstance(outcome, EpisodeFailedError | BadReplyError)
+            source = f"the environment, turn {turn.number} of episode {episode.key}"
+            reason = f"{source}: {outcome if is_permanent else repr(outcome)}"
+            return Failure(reason, may_retry=not is_permanent)
         if outcome.reply.ends or not turn.stopped:
             await self.close(episode.key)
         return outcome
 
-    async def _advance(self, one: _Open, episode: Episode, turn: Turn) -> Answered:
-        """The answer to a turn: that of before, or of the environment, which is opened first if need be."""
-        async with one.lock:
-            if one.environment is None:
-                one.environment = self._make(episode.row)
-                await self._begin(one.environment, episode, turn.number)
-            if one.number == turn.number and one.answer is not None:
-                self.counts["repeated"] += 1
-            else:
-                one.answer = await self._answer(one.environment, turn)
-                one.number = turn.number
-            return one.answer
+    async def _answer_turn(self, session: _Session, episode: Episode, turn: Turn) -> StepResult:
+        """The result of a turn, of its first call if it was answered before. Opens the environment first
+        where this host has none."""
+        async with session.lock:
+            if session.environment is None:
+                session.environment = self._make(episode.row)
+                await self._restore_or_replay(session.environment, episode, turn.number)
+            if session.last_turn != turn.number or session.last_result is None:
+                session.last_result = await self._step(session.environment, turn)
+                session.last_turn = turn.number
+            return session.last_result
 
     async def close(self, key: EpisodeKey) -> None:
         """See ``Hosts``."""
-        one = self._open.pop(key, None)
-        if one is not None and one.environment is not None:
-            await self._close(one.environment)
+        session = self._sessions.pop(key, None)
+        if session is not None and session.environment is not None:
+            await self._close(session.environment)
 
     async def _reset(self, environment: Environment, row: Mapping[str, Any], seed: int) -> Opening | None:
-        async with self._opening:
-            return await self._limited(environment.reset(row, seed), "reset", environment)
+        async with self._reset_slots:
+            return await self._call(environment.reset(row, seed), "reset", environment)
 
-    async def _begin(self, environment: Environment, episode: Episode, number: int) -> None:
-        """Bring the environment to where it was before turn ``number``."""
-        if number and episode.state is not None:
-            self.counts["restored"] += 1
-            restoring = environment.restore(episode.row, episode.seed, episode.state)
-            await self._limited(restoring, "restore", environment)
-        else:
-            self.counts["replayed" if number else "begun"] += 1
-            opening = await self._reset(environment, episode.row, episode.seed)
-            if episode.opening is not None and opening != episode.opening:
+    async def _restore_or_replay(self, environment: Environment, episode: Episode, turn_number: int) -> None:
+        """Bring the environment to its state before a turn."""
+        if turn_number and episode.state is not None:
+            restoration = environment.restore(episode.row, episode.seed, episode.state)
+            await self._call(restoration, "restore", environment)
+            return
+        opening = await self._reset(environment, episode.row, episode.seed)
+        if episode.opening is not None and opening != episode.opening:
+            raise EpisodeFailedError(
+                "reset must open alike for all samples of a prompt, but it gave "
+                f"{reprlib.repr(episode.opening)} before, {reprlib.repr(opening)} now. Draw its random "
+                "numbers from the seed of reset."
+            )
+        for exchange in (episode.history or ())[:turn_number]:
+            reply = (await self._step(environment, exchange.turn)).reply
+            if replace(reply, metrics={}) != replace(exchange.reply, metrics={}):
                 raise EpisodeFailedError(
-                    "reset must open alike for all samples of a prompt, but it gave "
-                    f"{reprlib.repr(episode.opening)} before, {reprlib.repr(opening)} now. Draw its random "
-                    "numbers from the seed of reset."
+                    "an environment without a state must reply alike to the same turns, but to turn "
+                    f"{exchange.turn.number} it replied {exchange.reply} before and {reply} now. Draw its "
+                    "random numbers from the seed of reset, or write state and restore."
                 )
-            for past in (episode.history or ())[:number]:
-                reply = (await self._answer(environment, past.turn)).reply
-                if replace(reply, metrics={}) != replace(past.reply, metrics={}):
-                    raise EpisodeFailedError(
-                        "an environment without a state must reply alike to the same turns, but to turn "
-                        f"{past.turn.number} it replied {past.reply} before and {reply} now. Draw its random "
-                        "numbers from the seed of reset, or write state and restore."
-                    )
 
-    async def _answer(self, environment: Environment, turn: Turn) -> Answered:
+    async def _step(self, environment: Environment, turn: Turn) -> StepResult:
         try:
-            reply = await self._limited(environment.step(turn), "step", environment)
+            reply = await self._call(environment.step(turn), "step", environment)
         except PolicyError as error:
-            return Answered(Reply(reward=error.reward, done=True, metrics={"policy_errors": 1.0}))
+            return StepResult(Reply(reward=error.reward, done=True, metrics={"policy_errors": 1.0}))
         if not isinstance(reply, Reply):
             raise EpisodeFailedError(f"step must return a verl_rc.rollout.environment.Reply, got {reply!r}.")
         if reply.ends or not turn.stopped:
-            return Answered(reply)
-        state = await self._limited(environment.state(), "state", environment)
+            return StepResult(reply)
+        state = await self._call(environment.state(), "state", environment)
         if not isinstance(state, bytes | None):
             raise EpisodeFailedError(f"state must return bytes or None, got {type(state).__name__}.")
-        if len(state or b"") > self._limits.state_megabytes * _MEGABYTE:
+        if len(state or b"") > self._limits.state_megabytes * _MIB:
             raise EpisodeFailedError(
                 "a state must have at most actor_rollout_ref.rollout.environment.max_state_megabytes="
-                f"{self._limits.state_megabytes:g}, got {len(state or b'') / _MEGABYTE:.1f} MiB."
+                f"{self._limits.state_megabytes:g}, got {len(state or b'') / _MIB:.1f} MiB."
             )
-        return Answered(reply, state)
+        return StepResult(reply, state)
 
-    async def _limited(self, call: Awaitable[T], method: str, environment: Environment) -> T:
-        alone = asyncio.gather(call, return_exceptions=True)  # it may raise a TimeoutError of its own
+    async def _call(self, call: Awaitable[T], method: str, environment: Environment) -> T:
+        """Await a call of an environment's method. Raises ``TimeoutError`` after ``step_seconds``."""
+        # The call may raise a TimeoutError of its own, which is no timeout of this host.
+        outcomes = asyncio.gather(call, return_exceptions=True)
         try:
-            (outcome,) = await asyncio.wait_for(alone, self._limits.step_seconds)
+            (outcome,) = await asyncio.wait_for(outcomes, self._limits.step_seconds)
         except asyncio.TimeoutError as error:
             raise TimeoutError(
                 f"{environment!r}.{method} must return within "
@@ -224,16 +219,15 @@ class Host:
 
     async def _close_idle(self) -> None:
         oldest = asyncio.get_running_loop().time() - self._limits.idle_seconds
-        for key, one in list(self._open.items()):
-            # Looked at now: while others were closed, it may have been asked for, or opened again.
-            if one.used < oldest and not one.lock.locked() and self._open.get(key) is one:
+        for key, session in list(self._sessions.items()):
+            # While this loop awaits, a session may be used again, or opened anew under its key.
+            is_current = self._sessions.get(key) is session
+            if is_current and session.last_used < oldest and not session.lock.locked():
                 await self.close(key)
 
     async def _close(self, environment: Environment) -> None:
-        closing = asyncio.wait_for(environment.close(), _CLOSE_SECONDS)
-        (problem,) = await asyncio.gather(closing, return_exceptions=True)
-        if problem is not None:  # it must not hide why the episode ended
-            self.counts["failed to close"] += 1
+        """Close an environment; its failure must not hide why the episode ended."""
+        await asyncio.gather(asyncio.wait_for(environment.close(), _CLOSE_SECONDS), return_exceptions=True)
 
 
 def open_host(config: RolloutConfig) -> Host:
@@ -248,7 +242,9 @@ def environment_host(config: EnvironmentConfig) -> Host:
     """The host of a run's environment. Raises ``ValueError`` when it cannot be made."""
     assert config.name is not None
     default = environment_class(config.name, config.arguments)
-    choices = {key: environment_class(one.name, one.arguments) for key, one in config.choices.items()}
+    choices = {
+        key: environment_class(choice.name, choice.arguments) for key, choice in config.choices.items()
+    }
 
     def make(row: Mapping[str, Any]) -> Environment:
         name = row.get("agent_name")

@@ -1,4 +1,4 @@
-"""Requests to an engine: sampling parameters, what conversations need, and a seed for every request."""
+"""Requests to an engine, their sampling options and seeds, and the options of conversations."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ from verl_rc.data.parts import Answer, Part, Sample, last_turn, num_answers, num
 
 @dataclass(frozen=True)
 class ConversationOptions:
-    """What an engine needs to let an environment or tools answer the turns of samples."""
+    """Options of an engine whose samples converse with an environment or tools."""
 
     rollout: RolloutConfig
-    """Tools or environment."""
+    """Its ``environment`` or ``multi_turn`` tools answer the turns."""
     tokenizer_path: str
     trust_remote_code: bool
     chat_template_kwargs: Mapping[str, Any]
@@ -26,21 +26,22 @@ class ConversationOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are drawn; the same for every request of one call."""
+    """Sampling options of all requests of one call."""
 
     temperature: float
-    """Logits are divided by it; 0 is greedy."""
+    """Divisor of the logits; 0: greedy."""
     top_p: float
     top_k: int
     """-1: all tokens."""
     max_tokens: int
+    """Limit of a response, tokens."""
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool = False
     min_p: float = 0.0
     max_kept_tokens: int = 0
-    """Largest set of tokens left by the filter that is reported with each token; 0: none is."""
+    """Largest set of tokens, kept by the filter, that is reported with a sampled token; 0: none."""
     records_experts: bool = False
-    """The experts that each token took are reported with it."""
+    """Whether the experts of each token are reported with it."""
 
     @classmethod
     def for_training(cls, rollout: RolloutConfig, stop_token_ids: tuple[int, ...]) -> "SamplingOptions":
@@ -76,31 +77,28 @@ class GenerationRequest:
     max_tokens: int | None = None
     """Limit of the whole response, tokens; None: that of the sampling options."""
     so_far: Sample = field(default_factory=lambda: Sample(0))
-    """What there is of the response already, under whatever number: it continues behind these tokens."""
+    """The partial response that this request continues; its number has no meaning."""
     episode: Episode | None = None
-    """Of the environment that answers its turns; None: there is none."""
+    """Of the environment that answers the turns; None: there is none."""
 
     def limit(self, options: SamplingOptions) -> int:
-        """Longest response, tokens, with those of the environment."""
+        """Limit of the whole response, tokens, including those of the environment."""
         return options.max_tokens if self.max_tokens is None else self.max_tokens
 
 
 def request_seed(identity: Mapping[str, int]) -> int:
-    """A 63-bit seed that depends on every entry of ``identity`` (run seed, step, epoch, row, sample) and on
-    nothing else.
+    """A 63-bit seed that depends on all entries of ``identity`` (run seed, step, epoch, row, sample) alone.
 
-    So on a CPU a sample does not depend on which engine draws it, in which batch, or after which restart. On
-    a GPU the last bits of a probability depend on the batch, unless vLLM's kernels are told otherwise
-    (``VLLM_BATCH_INVARIANT=1``).
+    So on a CPU a sample does not depend on its engine, its batch or a restart. On a GPU the last bits of a
+    probability depend on the batch, unless vLLM runs with ``VLLM_BATCH_INVARIANT=1``.
     """
-    # Sorted, and hashed by blake2b: hash() of a string differs from process to process. Shifted, so
-    # that it fits a signed 64-bit integer.
+    # blake2b, because hash() of a string differs between processes; shifted into a signed 64-bit integer.
     text = ",".join(f"{name}={identity[name]}" for name in sorted(identity))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def next_seed(first: int, parts: Sequence[Part | Answer]) -> int:
-    """The seed of the request that continues a response; ``first`` is that of the response's first one.
+    """The seed of the request that continues ``parts``; ``first`` is the seed of the first request.
 
     So a part is the same on every engine, and two parts of a response share no random numbers.
     """
@@ -108,12 +106,10 @@ def next_seed(first: int, parts: Sequence[Part | Answer]) -> int:
 
 
 def turn_seed(first: int, turn: int) -> int:
-    """The seed of the policy's turn ``turn`` in a conversation, from 0; ``first`` is that of the first
-    turn."""
+    """The seed of a conversation's turn, counted from 0; ``first`` is the seed of turn 0."""
     return first if turn == 0 else request_seed({"sample": first, "turn": turn})
 
 
 def part_seed(first: int, offset: int) -> int:
-    """The seed of the part of a turn that begins at its token ``offset``; ``first`` is that of the turn's
-    first part."""
+    """The seed of a turn's part that begins at token ``offset``; ``first`` is the seed of the part at 0."""
     return first if offset == 0 else request_seed({"seed": first, "offset": offset})

@@ -2,9 +2,9 @@
 steps.
 
 Other threads only touch queues. ``submit`` queues samples and ``take`` returns their responses. ``call``
-queues everything else, such as a weight update, and the owning thread runs the calls in their order. A call
-may wait until every sample submitted before it has ended; samples submitted after it wait for the call. Or
-its action cuts what runs, which goes on afterwards:
+queues any other action, such as a weight update, and the owning thread runs the calls in order. A call may
+wait until every sample submitted before it has ended; samples submitted after it wait for the call. Or its
+action cuts the running samples, which continue afterwards:
 
     caller     submit(a, b)          call(load, after="all")      submit(c)
     thread       step  step  step (a and b end)      load               step  step (c ends)
@@ -37,66 +37,67 @@ class Sampler(Protocol):
     def begin(self, key: int, sample: QueuedSample) -> "Future[Any] | None":
         """Add a sample to the batch of the next steps; one that was cut continues behind its tokens so far.
 
-        Returns what the sample waits for before it may begin, as ``step`` does; None: it has begun.
+        Returns a ``Future`` when the sample must wait before it can begin, as ``step`` does; None: it has
+        begun.
         """
 
     def step(self) -> list[tuple[int, Any]]:
         """Decode one token of each running sample; returns key and response of those that ended.
 
-        A ``Future`` in the place of a response: the sample leaves the batch until that is done, such as the
-        answer of a tool. An exception in its place is for the reader of the box.
+        A ``Future`` in the place of a response, such as the answer of a tool, takes the sample out of the
+        batch until it is done. An exception in its place goes to the reader of the box.
         """
 
     def proceed(self, key: int, answer: Any) -> Any:
-        """Take what a sample has waited for; returns its response if that has ended it, None if ``begin`` is
-        to follow."""
+        """Process the result of a sample's ``Future``; returns the response if the sample has ended, None if
+        ``begin`` follows."""
 
     def cut(self, keys: Sequence[int]) -> None:
-        """Take running samples out of the batch; what was sampled of them is kept for ``begin``."""
+        """Take running samples out of the batch; their tokens are kept for ``begin``."""
 
     def drop(self, keys: Sequence[int]) -> None:
-        """Take running samples out of the batch for good, and forget those that were cut."""
+        """Forget samples, whether they run or were cut."""
 
     def so_far(self, key: int) -> Any:
-        """The response so far of a sample that has begun and not ended; None when it has not begun."""
+        """The response so far of a sample that has not ended; None: it has not begun."""
 
 
 S = TypeVar("S", bound=Sampler)
 T = TypeVar("T")
 After = Literal["step", "priority", "all"]
-"""What a call waits for: the end of the current step; of all samples with priority; or until no sample may be
-stepped any more, because all have ended or the limit of steps is reached."""
+"""A call waits for the end of the current step; for the end of all samples with priority; or until no sample
+may be stepped, because all have ended or the limit of steps is reached."""
 Box = list[tuple[int, Any]]
-"""Number and response of each sample that has ended, an ``EpisodeFailedError`` where its environment failed.
-Only ``take`` may read it: the loop appends to it."""
+"""Number and response of each sample that has ended; the response is an ``EpisodeFailedError`` where the
+environment failed. Only ``take`` may read it: the loop appends to it."""
 
 
-_SAME_SPAN_SECONDS = 0.005
-"""A shorter pause between two steps belongs to the span of activity."""
-_SPANS_KEPT = 10_000
+_MAX_GAP_SECONDS = 0.005
+"""A shorter pause between two steps does not end a span of activity."""
+_MAX_SPANS = 10_000
 
 
 @dataclass(frozen=True)
 class _Command:
-    """Something to do between two steps."""
+    """An action between two steps."""
 
     action: Callable[[Any], Any]
     answer: "Future[Any]"
     after: After
 
 
-class _Rank(IntEnum):
-    """Who goes first among those that wait."""
+class _Level(IntEnum):
+    """Order of waiting samples."""
 
-    AHEAD = 0
-    BEGUN = 1
-    """Samples without priority that were cut or away before."""
+    PRIORITY = 0
+    RESUMED = 1
+    """Samples without priority that had begun before."""
     NEW = 2
 
 
 @dataclass(frozen=True)
 class _Submitted:
-    """A sample that was submitted, and the box its response goes to."""
+    """A submitted sample, and the box of its response."""
 
     sample: QueuedSample
     box: Box
@@ -106,8 +107,7 @@ class StepLoop(Generic[S]):
     """A sampler and the thread that owns it.
 
     Without work the thread waits for the next command. An exception in building or stepping ends the thread,
-    and every later call raises it. An exception in a command is raised by its ``call``, and the loop
-    continues.
+    and every later call raises it. An exception in a command is raised by its ``call``; the loop continues.
     """
 
     def __init__(
@@ -115,42 +115,42 @@ class StepLoop(Generic[S]):
     ) -> None:
         """Build the sampler, in its thread. Raises what ``build`` raises.
 
-        ``max_concurrent``: samples without priority that may have begun and not ended; None: no limit.
-        ``in_lockstep``: no step is made while a sample waits for an answer, so that what a step decodes does
-        not depend on time.
+        ``max_concurrent``: largest number of samples without priority that have begun and not ended; None: no
+        limit. ``in_lockstep``: no step is made while a sample waits for an answer, so that the samples of a
+        step do not depend on time.
         """
         self._max_concurrent = max_concurrent
         self._in_lockstep = in_lockstep
         self._changed = threading.Condition()
-        """Guards commands, boxes and the end, which all threads share, and wakes the threads that wait for a
+        """Guards commands, boxes and the failure, which all threads share, and wakes threads that wait for a
         change."""
         self._commands: deque[_Command] = deque()
-        self._end: BaseException | None = None
-        self._waiting: list[tuple[_Rank, int, int, _Submitted]] = []
-        """A heap of samples that wait to begin or to go on, ordered by rank, number and arrival. A sample's
-        arrival is its key everywhere."""
+        self._failure: BaseException | None = None
+        self._waiting: list[tuple[_Level, int, int, _Submitted]] = []
+        """A heap of samples that wait to begin or to continue, ordered by level, number and arrival. The
+        arrival is the sample's key everywhere."""
         self._running: dict[int, _Submitted] = {}
-        self._ahead_running = 0
-        self._away: dict[int, _Submitted] = {}
+        self._num_priority_running = 0
+        self._unanswered: dict[int, _Submitted] = {}
         """Samples that wait for an answer."""
-        self._back: deque[tuple[int, Future[Any]]] = deque()
-        """Samples whose answer has come."""
+        self._answered: deque[tuple[int, Future[Any]]] = deque()
+        """Keys and answers of samples whose answer has come."""
         self._cancelled: set[int] = set()
         """Numbers of samples that were cancelled while their submission was queued."""
         self._arrivals = count()
         self._holds: set[str] = set()
         self._steps_left: int | None = None
         """Steps that samples without priority may still be decoded; None: no limit."""
-        self._activity: deque[tuple[float, float]] = deque(maxlen=_SPANS_KEPT)
+        self._activity: deque[tuple[float, float]] = deque(maxlen=_MAX_SPANS)
         self._required: set[int] = set()
-        """Numbers of samples without priority that are decoded to their end, beyond the limit too."""
+        """Numbers of samples without priority that are decoded to their end, whatever the limit."""
         # A daemon: a step that hangs in vLLM must not keep the process alive.
         self._thread = threading.Thread(target=self._run, args=(build,), name="step loop", daemon=True)
         self._thread.start()
         # Returns when the sampler is built, or raises what building raised.
         self.call(lambda _: None)
 
-    # called from outside
+    # for other threads
 
     def submit(self, samples: Sequence[QueuedSample], box: Box) -> None:
         """Queue samples and return at once. Each goes into ``box`` when it has ended; ``take`` returns
@@ -158,8 +158,8 @@ class StepLoop(Generic[S]):
 
         def add(_: S) -> None:
             for sample in samples:
-                if sample.ahead or sample.number not in self._cancelled:
-                    self._wait(next(self._arrivals), _Submitted(sample, box), _Rank.NEW)
+                if sample.has_priority or sample.number not in self._cancelled:
+                    self._enqueue(next(self._arrivals), _Submitted(sample, box), _Level.NEW)
 
         self.post(add)
 
@@ -169,24 +169,23 @@ class StepLoop(Generic[S]):
         Returns number and response of each.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._end is not None or len(box) >= at_least, wait_seconds)
-            if self._end is not None:
-                raise self._end
-            taken = list(box)
+            self._changed.wait_for(lambda: self._failure is not None or len(box) >= at_least, wait_seconds)
+            if self._failure is not None:
+                raise self._failure
+            samples = list(box)
             box.clear()
-            return taken
+            return samples
 
     def call(self, action: Callable[[S], T], after: After = "step", hold: str = "", release: str = "") -> T:
         """Run ``action`` in the owning thread between two steps; returns its result or raises its exception.
 
         Args:
-            action: What to do with the sampler.
-            after: What to wait for. Samples that are submitted later wait for this call.
-            hold: No step runs after this action has begun, even if it fails, until another call releases the
-                same word.
-            release: Ends the hold of this word if the action succeeds.
+            action: Is called with the sampler.
+            after: What the call waits for. Samples that are submitted later wait for this call.
+            hold: Name of a hold that the action begins, even if it fails. No step runs until another call
+                releases it.
+            release: Name of a hold that ends if the action succeeds.
         """
-
         # Outside the lock: the owning thread needs it to run the command.
         return self.post(action, after, hold, release).result()
 
@@ -199,98 +198,89 @@ class StepLoop(Generic[S]):
         *,
         overtakes: bool = False,
     ) -> "Future[T]":
-        """Queue what ``call`` runs, and return at once. With ``overtakes`` it waits for no call that was
-        queued before."""
+        """Queue a ``call`` and return at once. With ``overtakes`` it runs before all queued calls."""
 
-        def held(sampler: S) -> T:
+        def run(sampler: S) -> T:
             if hold:
                 self._holds.add(hold)
             result = action(sampler)
             self._holds.discard(release)
             return result
 
-        command = _Command(held, Future(), after)
+        command = _Command(run, Future(), after)
         with self._changed:
-            if self._end is not None:
-                raise self._end
-            if overtakes:
-                self._commands.appendleft(command)
-            else:
-                self._commands.append(command)
+            if self._failure is not None:
+                raise self._failure
+            self._commands.insert(0 if overtakes else len(self._commands), command)
             self._changed.notify_all()
         return command.answer
 
-    def _finish(self, reason: BaseException) -> None:
-        with self._changed:
-            self._end = reason
-            for command in self._commands:
-                command.answer.set_exception(reason)
-            self._commands.clear()
-            self._changed.notify_all()
-
-    # in the owning thread: for actions
+    # for actions, in the owning thread
 
     def cut(self, sampler: S) -> list[QueuedSample]:
-        """Cut all running samples without priority and return them; they go on when steps may be made
-        again."""
-        keys = [key for key, submitted in self._running.items() if not submitted.sample.ahead]
-        sampler.cut(keys)
-        cut = [self._running.pop(key) for key in keys]
-        for key, submitted in zip(keys, cut, strict=True):
-            self._wait(key, submitted)
-        return [submitted.sample for submitted in cut]
+        """Cut all running samples without priority and return them; they continue with the next step that is
+        allowed."""
+        cut = {key: item for key, item in self._running.items() if not item.sample.has_priority}
+        sampler.cut(list(cut))
+        for key, submitted in cut.items():
+            del self._running[key]
+            self._enqueue(key, submitted)
+        return [submitted.sample for submitted in cut.values()]
 
     def cancel(self, sampler: S, numbers: Collection[int]) -> None:
-        """Drop these samples without priority, whether they run, wait, are away, or come with a submission
-        that is still queued.
+        """Drop samples without priority by number, also those of submissions that are still queued.
 
-        Those that have ended stay in their box.
+        Samples that have ended stay in their box.
         """
         numbers = set(numbers)
         self._cancelled |= numbers
-        dropped = {key for key, one in self._open().items() if one.sample.number in numbers}
+        dropped = {key for key, item in self._without_priority().items() if item.sample.number in numbers}
         sampler.drop(sorted(dropped))
         for key in dropped:
             self._running.pop(key, None)
-            self._away.pop(key, None)
+            self._unanswered.pop(key, None)
         self._waiting = [entry for entry in self._waiting if entry[2] not in dropped]
         heapq.heapify(self._waiting)
         self._required -= numbers
 
     def so_far(self, sampler: S) -> Box:
         """Number and response so far of every sample without priority that has begun and not ended."""
-        responses = [(one.sample.number, sampler.so_far(key)) for key, one in self._open().items()]
+        responses = [
+            (submitted.sample.number, sampler.so_far(key))
+            for key, submitted in self._without_priority().items()
+        ]
         return [(number, response) for number, response in responses if response is not None]
 
-    def _open(self) -> dict[int, _Submitted]:
-        """Samples without priority that wait, run or are away."""
+    def _without_priority(self) -> dict[int, _Submitted]:
+        """Samples without priority that have not ended, by key."""
         waiting = {arrival: submitted for _, _, arrival, submitted in self._waiting}
-        everything = {**waiting, **self._running, **self._away}
-        return {key: one for key, one in everything.items() if not one.sample.ahead}
+        submissions = waiting | self._running | self._unanswered
+        return {key: item for key, item in submissions.items() if not item.sample.has_priority}
 
     def take_activity(self) -> list[tuple[float, float]]:
-        """Beginning and end of each span in which steps were made since the last call, seconds since 1970."""
+        """Start and end of each span of steps since the last call, seconds since 1970."""
         spans = list(self._activity)
         self._activity.clear()
         return spans
 
     def limit(self, steps: int) -> None:
-        """Decode samples without priority in ``steps`` further steps, and then those that ``require`` names,
-        to their end."""
+        """Decode samples without priority in ``steps`` further steps; then only samples that ``require``
+        names, to their end."""
         self._steps_left = steps
         self._required.clear()
 
     def require(self, numbers: Collection[int]) -> None:
-        """Decode these samples without priority to their end, beyond the limit too; all others are decoded
-        beside them."""
-        self._required |= {one.sample.number for one in self._open().values()} & set(numbers)
+        """Decode samples without priority to their end, whatever the limit; meanwhile all others are decoded,
+        too."""
+        unfinished = {submitted.sample.number for submitted in self._without_priority().values()}
+        self._required |= unfinished & set(numbers)
 
     # in the owning thread
 
-    def _wait(self, arrival: int, submitted: _Submitted, rank: _Rank = _Rank.BEGUN) -> None:
-        rank = _Rank.AHEAD if submitted.sample.ahead else rank
+    def _enqueue(self, arrival: int, submitted: _Submitted, level: _Level = _Level.RESUMED) -> None:
+        level = _Level.PRIORITY if submitted.sample.has_priority else level
         # The arrival comes before the sample, because samples cannot be compared.
-        heapq.heappush(self._waiting, (rank, submitted.sample.number, arrival, submitted))
+        heapq.heappush(self._waiting, (level, submitted.sample.number, arrival, submitted))
 
     def _run(self, build: Callable[[], S]) -> None:
         try:
@@ -301,30 +291,34 @@ class StepLoop(Generic[S]):
                 if (command := self._next_command()) is not None:
                     self._run_command(command, sampler)
                 elif self._may_step():
-                    began = time.time()
+                    start = time.time()
                     self._begin_waiting(sampler)
                     self._deliver(sampler.step())
-                    self._note_activity(began, time.time())
+                    self._record_activity(start, time.time())
         except BaseException as error:
-            self._finish(error)  # the next call raises it
+            with self._changed:
+                self._failure = error  # the next call raises it
+                for command in self._commands:
+                    command.answer.set_exception(error)
+                self._commands.clear()
+                self._changed.notify_all()
             if not isinstance(error, Exception):
                 raise
 
-    def _note_activity(self, began: float, ended: float) -> None:
-        if self._activity and began - self._activity[-1][1] < _SAME_SPAN_SECONDS:
-            began = self._activity.pop()[0]
-        self._activity.append((began, ended))
+    def _record_activity(self, start: float, end: float) -> None:
+        if self._activity and start - self._activity[-1][1] < _MAX_GAP_SECONDS:
+            start = self._activity.pop()[0]
+        self._activity.append((start, end))
 
     def _wait_for_work(self) -> None:
-        """Wait until answers have come, or the first command or a step may run."""
+        """Wait until an answer has come, or the first command or a step may run."""
         with self._changed:
             if not self._commands:  # so no submission is queued
                 self._cancelled.clear()
-            self._changed.wait_for(lambda: self._back or self._may_run_command() or self._may_step())
+            self._changed.wait_for(lambda: self._answered or self._may_run_command() or self._may_step())
 
     def _next_command(self) -> _Command | None:
-        """The first command if it may run now; it leaves the queue, so that nothing may fail before it
-        runs."""
+        """Take the first command from the queue, if it may run now. The caller must run it at once."""
         with self._changed:
             return self._commands.popleft() if self._may_run_command() else None
 
@@ -332,33 +326,34 @@ class StepLoop(Generic[S]):
         if not self._commands:
             return False
         after = self._commands[0].after
-        # No call waits for samples that are held: it may be the one that releases them.
+        # Under a hold no call waits for samples: it may be the one that releases the hold.
         if after == "step" or self._holds:
             return True
-        away = [submitted.sample.ahead for submitted in self._away.values()]
         if after == "priority":
-            return not (any(away) or (self._may_step() and self._has_priority()))
-        return not (away or self._may_step())
+            waits = any(submitted.sample.has_priority for submitted in self._unanswered.values())
+            return not (waits or (self._may_step() and self._has_priority_samples()))
+        return not (self._unanswered or self._may_step())
 
     def _may_step(self) -> bool:
         if self._holds or not (self._running or self._may_begin()):
             return False
-        if self._in_lockstep and self._away:
+        if self._in_lockstep and self._unanswered:
             return False
-        return self._has_priority() or self._may_decode()
+        return self._has_priority_samples() or self._may_decode()
 
     def _may_begin(self) -> bool:
-        """Whether the first sample that waits has to wait for no other one, but for room."""
+        """Whether the first waiting sample may begin as soon as the batch has room."""
         if not self._waiting:
             return False
-        rank = self._waiting[0][0]
-        if rank != _Rank.AHEAD and (self._ahead_running or not self._may_decode()):
+        level = self._waiting[0][0]
+        if level != _Level.PRIORITY and (self._num_priority_running or not self._may_decode()):
             return False
-        return rank != _Rank.NEW or self._max_concurrent is None or self._num_begun() < self._max_concurrent
+        return level != _Level.NEW or self._max_concurrent is None or self._num_begun() < self._max_concurrent
 
-    def _has_priority(self) -> bool:
+    def _has_priority_samples(self) -> bool:
         """Whether a sample with priority runs or waits."""
-        return self._ahead_running > 0 or bool(self._waiting and self._waiting[0][3].sample.ahead)
+        waits = bool(self._waiting) and self._waiting[0][0] == _Level.PRIORITY
+        return waits or self._num_priority_running > 0
 
     def _may_decode(self) -> bool:
         """Whether samples without priority may be decoded."""
@@ -377,34 +372,35 @@ class StepLoop(Generic[S]):
         while self._may_begin() and len(self._running) < sampler.capacity:
             _, _, key, submitted = heapq.heappop(self._waiting)
             self._running[key] = submitted
-            self._ahead_running += submitted.sample.ahead
+            self._num_priority_running += submitted.sample.has_priority
             if answer := sampler.begin(key, submitted.sample):
                 self._leave_batch(key, answer)
 
     def _num_begun(self) -> int:
-        """Samples without priority that run or are away; those that wait to go on come before new ones."""
-        away = sum(not submitted.sample.ahead for submitted in self._away.values())
-        return len(self._running) - self._ahead_running + away
+        """Number of samples without priority that run or wait for an answer; cut samples wait before new
+        ones."""
+        unanswered = sum(not submitted.sample.has_priority for submitted in self._unanswered.values())
+        return len(self._running) - self._num_priority_running + unanswered
 
     def _leave_batch(self, key: int, answer: "Future[Any]") -> None:
-        """Take the sample out until ``answer`` has come; others may take its place."""
-        self._away[key] = self._no_longer_runs(key)
+        """Take a sample out of the batch until ``answer`` has come; another one may take its place."""
+        self._unanswered[key] = self._remove_running(key)
 
         def notify(_: "Future[Any]") -> None:
             with self._changed:
-                self._back.append((key, answer))
+                self._answered.append((key, answer))
                 self._changed.notify_all()
 
         answer.add_done_callback(notify)
 
     def _return_to_batch(self, sampler: S) -> None:
-        """Samples whose answers have come wait to begin again, or end, as those do whose environment failed.
+        """Enqueue samples whose answers have come, or end them; a failed environment ends its sample.
 
-        Raises what else was raised instead of an answer.
+        Raises any other exception in the place of an answer.
         """
-        while self._back:
-            key, answer = self._back.popleft()
-            submitted = self._away.pop(key, None)
+        while self._answered:
+            key, answer = self._answered.popleft()
+            submitted = self._unanswered.pop(key, None)
             if submitted is None:  # cancelled meanwhile
                 continue
             try:
@@ -413,27 +409,27 @@ class StepLoop(Generic[S]):
                 sampler.drop([key])
                 response = failure
             if response is None:
-                self._wait(key, submitted)
+                self._enqueue(key, submitted)
             else:
-                self._put(submitted, response)
+                self._end_sample(submitted, response)
 
-    def _no_longer_runs(self, key: int) -> _Submitted:
+    def _remove_running(self, key: int) -> _Submitted:
         submitted = self._running.pop(key)
-        self._ahead_running -= submitted.sample.ahead
+        self._num_priority_running -= submitted.sample.has_priority
         return submitted
 
     def _deliver(self, ended: Sequence[tuple[int, Any]]) -> None:
-        if self._steps_left and len(self._running) > self._ahead_running:
+        if self._steps_left and len(self._running) > self._num_priority_running:
             self._steps_left -= 1
         for key, response in ended:
             if isinstance(response, Future):
                 self._leave_batch(key, response)
             else:
-                self._put(self._no_longer_runs(key), response)
+                self._end_sample(self._remove_running(key), response)
 
-    def _put(self, submitted: _Submitted, response: Any) -> None:
-        """Into its box: the sample has ended."""
-        if not submitted.sample.ahead:
+    def _end_sample(self, submitted: _Submitted, response: Any) -> None:
+        """Put the response of a sample into its box."""
+        if not submitted.sample.has_priority:
             self._required.discard(submitted.sample.number)
         with self._changed:
             submitted.box.append((submitted.sample.number, response))

@@ -1,4 +1,4 @@
-"""Tools as an environment: how a policy writes calls, and what it reads after them."""
+"""Tools as an environment: formats of the policy's calls, and their answers."""
 
 import asyncio
 import json
@@ -19,16 +19,16 @@ _TAG = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call that a turn asks for."""
+    """One tool call of a turn."""
 
     name: str
     arguments: Mapping[str, Any]
 
 
 ParsedCall = ToolCall | str
-"""A call; or what is wrong with something that is marked as one, in words for the policy."""
+"""A call, or the error message of a malformed one for the policy."""
 Parser = Callable[[str], list[ParsedCall]]
-"""Parses the text of a turn into its calls, in order."""
+"""Returns the calls in the text of a turn, in order."""
 
 
 def parse_hermes(text: str) -> list[ParsedCall]:
@@ -40,7 +40,7 @@ def parse_hermes(text: str) -> list[ParsedCall]:
 def _hermes_call(body: str) -> ParsedCall:
     try:
         call = json.loads(body)
-    # A policy writes anything: deeply nested JSON ends in a RecursionError.
+    # Deeply nested JSON of a policy raises RecursionError.
     except (ValueError, RecursionError):
         return "a tool call must be JSON"
     if (
@@ -53,8 +53,8 @@ def _hermes_call(body: str) -> ParsedCall:
 
 
 def tag_parser(tool: Tool) -> Parser:
-    """Calls ``<tool>text</tool>`` of the one tool there is, whose one argument is the text: short, for small
-    models."""
+    """The parser of calls ``<tool>text</tool>`` to a single tool with one argument, the text: a short format
+    for small models."""
     (argument,) = tool.parameters
     return lambda text: [ToolCall(tool.name, {argument: body}) for body in _TAG.findall(text)]
 
@@ -63,19 +63,19 @@ def choose_parser(config: MultiTurnConfig, tools: Mapping[str, Tool]) -> Parser:
     """The parser of ``multi_turn.format``. Raises ``ValueError`` when the tools do not fit the format."""
     if config.format == "hermes":
         return parse_hermes
-    chosen = list(tools.values())
-    if len(chosen) != 1 or len(chosen[0].parameters) != 1:
+    available = list(tools.values())
+    if len(available) != 1 or len(available[0].parameters) != 1:
         raise ValueError(
             "actor_rollout_ref.rollout.multi_turn.format=tag needs one tool with one argument in "
-            f"multi_turn.tools, got {[tool.name for tool in chosen]}; pass format=hermes."
+            f"multi_turn.tools, got {[tool.name for tool in available]}; pass format=hermes."
         )
-    return tag_parser(chosen[0])
+    return tag_parser(available[0])
 
 
 def answer_call(call: ParsedCall, tools: Mapping[str, Tool], timeout_seconds: float) -> str:
-    """What the policy reads after a call: the tool's answer, or what is wrong with the call.
+    """The answer of a tool, or the error message of a wrong call, for the policy.
 
-    Raises ``ToolFailedError`` when the tool itself fails, or hangs.
+    Raises ``ToolFailedError`` when the tool fails or hangs.
     """
     if isinstance(call, str):
         return f"error: {call}"
@@ -85,9 +85,9 @@ def answer_call(call: ParsedCall, tools: Mapping[str, Tool], timeout_seconds: fl
     return call_tool(tool, call.arguments, timeout_seconds)
 
 
-def truncated(text: str, limit: int, side: str) -> str:
-    """``text`` cut to ``limit`` characters and marked where it is cut: on its left or right ``side``, or in
-    the ``middle``."""
+def truncate_text(text: str, limit: int, side: str) -> str:
+    """``text`` cut to ``limit`` characters at its left or right ``side`` or in the ``middle``, with a
+    mark."""
     if len(text) <= limit:
         return text
     if side == "left":
@@ -98,51 +98,50 @@ def truncated(text: str, limit: int, side: str) -> str:
     return text[: limit - tail] + "...(truncated)..." + text[len(text) - tail :]
 
 
-_TURNS_AT_ONCE = 64
-"""Turns of one process whose tools work at the same time; further ones wait."""
+_MAX_CONCURRENT_TURNS = 64
+"""Number of turns of a process whose tools run concurrently; further turns wait."""
 
 
 class Toolbox:
-    """The tools of a run, and the threads that call them: one for all episodes of a process."""
+    """The tools of a run and the threads that call them, shared by all episodes of a process."""
 
     def __init__(self, config: MultiTurnConfig) -> None:
         """Raises ``ValueError`` when a tool is unknown, or tools and format do not fit together."""
         self.config = config
         self._tools = find_tools(config.tools)
         self._parse: Parser = choose_parser(config, self._tools)
-        self._pool = ThreadPoolExecutor(_TURNS_AT_ONCE, "tools")
+        self._pool = ThreadPoolExecutor(_MAX_CONCURRENT_TURNS, "tools")
 
-    def calls(self, text: str) -> list[ParsedCall]:
-        """The calls in the text of a turn that are to be answered."""
+    def parse_calls(self, text: str) -> list[ParsedCall]:
+        """The calls in the text of a turn, up to ``max_parallel_calls``."""
         return self._parse(text)[: self.config.max_parallel_calls]
 
     async def answer(self, calls: Sequence[ParsedCall]) -> list[str]:
-        """What the policy reads after calls, one text for each. Raises ``ToolFailedError`` when a tool fails
-        or hangs."""
+        """The answer to each call. Raises ``ToolFailedError`` when a tool fails or hangs."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._answer, calls)
 
     def _answer(self, calls: Sequence[ParsedCall]) -> list[str]:
-        """Answer calls one after the other."""
+        """Call the tools one after the other."""
         limit, side = self.config.max_tool_response_length, self.config.tool_response_truncate_side
         seconds = self.config.tool_timeout_seconds
-        return [truncated(answer_call(call, self._tools, seconds), limit, side) for call in calls]
+        return [truncate_text(answer_call(call, self._tools, seconds), limit, side) for call in calls]
 
 
 class ToolEnvironment(Environment):
     """Answers the tool calls of a turn; the episode is done when a turn calls no tool.
 
-    It is cut off when a call is left at ``max_assistant_turns`` or ``max_user_turns``.
+    It is truncated when a turn calls a tool at ``max_assistant_turns`` or ``max_user_turns``.
     """
 
     def __init__(self, toolbox: Toolbox) -> None:
         self._toolbox = toolbox
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> None:
-        """The prompt is that of the row, with the tools' descriptions in the arguments of the template."""
+        """Use the row's prompt; the arguments of the chat template have the tools' descriptions."""
 
     async def step(self, turn: Turn) -> Reply:
         """See ``Environment``. Raises ``ToolFailedError`` when a tool fails or hangs."""
-        calls = self._toolbox.calls(turn.text) if turn.stopped else []
+        calls = self._toolbox.parse_calls(turn.text) if turn.stopped else []
         config = self._toolbox.config
         if not calls:
             return Reply(done=True)
@@ -153,7 +152,7 @@ class ToolEnvironment(Environment):
         return Reply(messages, metrics={TOOL_CALLS: float(len(answers))})
 
     async def state(self) -> bytes:
-        """Tools keep nothing between two calls."""
+        """Empty: tools have no state between calls."""
         return b""
 
     async def restore(self, row: Mapping[str, Any], seed: int, state: bytes) -> None:
@@ -161,8 +160,7 @@ class ToolEnvironment(Environment):
 
 
 def template_arguments(config: MultiTurnConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the chat template for every prompt: ``arguments``, and with ``format=hermes`` the
-    descriptions of the tools.
+    """Arguments of the chat template: ``arguments`` and, with ``format=hermes``, descriptions of the tools.
 
     Raises ``ValueError`` when a tool is unknown.
     """

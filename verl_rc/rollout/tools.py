@@ -19,7 +19,7 @@ from verl_rc.rollout.environment import EpisodeFailedError
 
 
 class ToolError(ValueError):
-    """A call that the tool cannot answer; its message is what the policy reads instead of an answer."""
+    """A call that the tool cannot answer; the policy reads the message instead of an answer."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Tool:
 
     name: str
     description: str
-    """For the policy: what it does."""
+    """Of the function, for the policy."""
     parameters: Mapping[str, str]
-    """Name and description of each argument; all are texts, and all must be given."""
+    """Name and description of each argument; all are required texts."""
     function: Callable[..., str]
-    """Called with the arguments by name; raises ``ToolError`` for a call that it cannot answer."""
+    """Takes the arguments by name; raises ``ToolError`` for a call that it cannot answer."""
 
     def schema(self) -> dict[str, Any]:
         """The description that chat templates take as one of their ``tools`` (OpenAI's function format)."""
@@ -42,15 +42,15 @@ class Tool:
         return {"type": "function", "function": function}
 
     def call(self, arguments: Mapping[str, Any]) -> str:
-        """The answer, or what is wrong with the call, as text for the policy."""
+        """The answer, or the error message of a wrong call, for the policy."""
         if set(arguments) != set(self.parameters):
             return (
                 f"error: {self.name} takes {json.dumps(list(self.parameters))}, got "
                 f"{json.dumps(sorted(arguments))}"
             )
-        wrong = [name for name, value in arguments.items() if not isinstance(value, str)]
-        if wrong:
-            return f"error: arguments must be texts, {wrong[0]} is not"
+        non_texts = [name for name, value in arguments.items() if not isinstance(value, str)]
+        if non_texts:
+            return f"error: arguments must be texts, {non_texts[0]} is not"
         try:
             return self.function(**arguments)
         except ToolError as error:
@@ -58,11 +58,11 @@ class Tool:
 
 
 MAX_CHARACTERS = 200
-"""Longest expression. It bounds depth, number of operations and time."""
+"""Longest expression, which limits depth, number of operations and time."""
 MAX_BITS = 256
-"""Largest size of a numerator or denominator, of results between and at the end."""
+"""Largest numerator or denominator of every result, bits."""
 MAX_EXPONENT = 64
-"""Largest exponent of a power: what it leads to has at most ``MAX_BITS * MAX_EXPONENT`` bits before it is
+"""Largest exponent of a power: its result has at most ``MAX_BITS * MAX_EXPONENT`` bits before it is
 refused."""
 
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
@@ -98,15 +98,16 @@ def evaluate_expression(expression: str) -> str:
     try:
         with warnings.catch_warnings(action="ignore"):  # about the expression's style
             tree = ast.parse(text, mode="eval")
-    # CPython's parser raises MemoryError, too, for nesting that is too deep.
+    # CPython's parser raises MemoryError, too, when nesting is too deep.
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ToolError("not an arithmetic expression") from None
-    return _format(_evaluate(tree.body))
+    value = _evaluate(tree.body)
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
 
 
 def _evaluate(node: ast.expr) -> Fraction:
     match node:
-        # bool first: it is a subclass of int, and True would count as 1.
+        # bool first: it is a subclass of int, so True would be 1.
         case ast.Constant(value=bool() | complex() | str() | bytes()):
             raise ToolError("not an arithmetic expression")
         case ast.Constant(value=int() | float() as number):
@@ -125,7 +126,7 @@ def _evaluate(node: ast.expr) -> Fraction:
 
 
 def _to_fraction(node: ast.Constant, number: int | float) -> Fraction:
-    """A literal as it was written: 0.1 is one tenth, not the nearest binary fraction."""
+    """The exact value of a literal: 0.1 is one tenth, not the nearest binary fraction."""
     if isinstance(number, int):
         return Fraction(number)
     if not math.isfinite(number) or abs(number) > 2.0**MAX_BITS or 0 < abs(number) < 2.0**-MAX_BITS:
@@ -149,10 +150,6 @@ def _check_size(value: Fraction) -> Fraction:
     return value
 
 
-def _format(value: Fraction) -> str:
-    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
-
-
 CALCULATOR = Tool(
     name="calculator",
     description="Evaluates an arithmetic expression of numbers, + - * / // % ** and parentheses.",
@@ -166,7 +163,7 @@ _KEY = "actor_rollout_ref.rollout.multi_turn"
 
 
 class ToolFailedError(EpisodeFailedError):
-    """A tool did not do what it must; the message names it and the call."""
+    """A tool has failed; the message names the tool and the call."""
 
 
 def call_tool(tool: Tool, arguments: Mapping[str, Any], timeout_seconds: float) -> str:
@@ -176,30 +173,30 @@ def call_tool(tool: Tool, arguments: Mapping[str, Any], timeout_seconds: float) 
     """
     answers: queue.SimpleQueue[object] = queue.SimpleQueue()
 
-    def work() -> None:
+    def run() -> None:
         try:
             answers.put(tool.call(arguments))
         except BaseException as error:
             answers.put(error)
-            raise  # ends this thread, which shows where it came from
+            raise  # so that this thread prints the traceback
 
-    # Python cannot stop a thread: one that hangs is left behind, and does not keep the process alive.
-    threading.Thread(target=work, name="tools", daemon=True).start()
-    where = f"the tool {tool.name!r} of {_KEY}.tools, called with {reprlib.repr(dict(arguments))},"
+    # Python cannot stop a thread: a hanging daemon thread does not keep the process alive.
+    threading.Thread(target=run, name="tools", daemon=True).start()
+    subject = f"the tool {tool.name!r} of {_KEY}.tools, called with {reprlib.repr(dict(arguments))},"
     try:
         answer = answers.get(timeout=timeout_seconds)
     except queue.Empty:
         raise ToolFailedError(
-            f"{where} must answer within {_KEY}.tool_timeout_seconds={timeout_seconds:g}, and is still at "
+            f"{subject} must answer within {_KEY}.tool_timeout_seconds={timeout_seconds:g}, and is still at "
             "work. Give it a limit of its own that ends in a ToolError, or raise this one."
         ) from None
     if isinstance(answer, BaseException):
         raise ToolFailedError(
-            f"{where} raised {answer!r}. A tool must raise verl_rc.rollout.tools.ToolError for a call that "
+            f"{subject} raised {answer!r}. A tool must raise verl_rc.rollout.tools.ToolError for a call that "
             "it cannot answer; its text is then the answer."
         ) from answer
     if not isinstance(answer, str):
-        raise ToolFailedError(f"{where} must return a text, got {reprlib.repr(answer)}.")
+        raise ToolFailedError(f"{subject} must return a text, got {reprlib.repr(answer)}.")
     return answer
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 _WORDS_PER_CHUNK = 1 << 20
-# Odd constants: multiplying by an odd number is a bijection modulo 2**64, so a change of any single word
-# changes the digest.
+# Odd: multiplication by an odd number is a bijection modulo 2**64, so each changed word changes the digest.
 _POSITION_FACTOR = 0x1E3779B97F4A7C15
 _POSITION_OFFSET = 0x3C6EF372FE94F82B
 
@@ -20,7 +19,7 @@ FACTORS = (".lora_A.weight", ".lora_B.weight")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of an update as it travels."""
+    """One tensor of an update on the wire."""
 
     name: str
     dtype: str
@@ -58,11 +57,11 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one whole update."""
+        """Bytes of the update."""
         return sum(spec.num_bytes for spec in self.tensors)
 
     def without(self, names: Collection[str]) -> "Manifest":
-        """The tensors but these."""
+        """The manifest without the tensors of these names."""
         return Manifest(tuple(spec for spec in self.tensors if spec.name not in names))
 
     def buckets(self, max_bytes: int) -> Iterator[list[TensorSpec]]:
@@ -82,7 +81,7 @@ class Manifest:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a tensor is a factor of a LoRA adapter, and no weight of the model."""
+    """Whether this is the name of a LoRA adapter's factor."""
     return name.endswith(FACTORS)
 
 
@@ -103,12 +102,12 @@ def tensor_digest(tensor: Tensor) -> int:
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     # In chunks: the positions of all words would take as much memory as the tensor itself.
     for start in range(0, words.numel(), _WORDS_PER_CHUNK):
-        # Words of 8 bytes would let two changed signs cancel: 2**63 times the sum of two odd factors is 0
-        # modulo 2**64.
+        # Not words of 8 bytes: two changed signs would cancel, since 2**63 times the sum of two odd factors
+        # is 0 modulo 2**64.
         chunk = words[start : start + _WORDS_PER_CHUNK].to(torch.int64)
         position = torch.arange(start, start + chunk.numel(), device=words.device)
-        # int64 wraps around modulo 2**64 on every device, and such a sum does not depend on the order of its
+        # int64 wraps around modulo 2**64 on every device, so the sum does not depend on the order of its
         # terms: trainer and engine get the same digest on different hardware.
         total += (chunk * ((position * _POSITION_FACTOR + _POSITION_OFFSET) | 1)).sum()
-    # The padding adds 0 to the sum: only the length tells apart tensors that differ in zeros at the end.
+    # The padding adds 0 to the sum: the length distinguishes tensors with more or fewer zeros at the end.
     return int(total) ^ (tensor.numel() << 1)

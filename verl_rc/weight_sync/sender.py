@@ -31,40 +31,41 @@ _GATHERED_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class SendReceipt:
-    """What the sender sent: a digest of each tensor."""
+    """What the sender sent."""
 
     digests: dict[str, int]
+    """Digest of every tensor, by name."""
 
 
 class WeightSource(Protocol):
-    """Weights as engines know them: those of a model, or merged with adapters."""
+    """A model's weights by the engines' names, with adapters apart or merged."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every weight's name and shape, in the order in which they are sent."""
 
     def gather(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
-        """These weights, whole, detached and cast before they travel; collective over the trainer ranks."""
+        """Full tensors of these weights, detached, in ``dtype``; collective over the trainer ranks."""
 
     def constant(self) -> frozenset[str]:
-        """Names of those that no training changes and that engines keep: they are sent once."""
+        """Names of weights that training never changes and engines keep: they are sent once."""
 
     def trained(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and this rank's rows, float32, of every weight that training changes; collective."""
+        """Name and this rank's rows, float32, of each weight that training changes; collective."""
 
 
 class ModelWeights:
-    """The parameters of a model, sharded or not, as they are."""
+    """The parameters of a model, sharded or not."""
 
     def __init__(self, model: nn.Module) -> None:
-        """``model`` may change its weights at any time; they are looked up when they are sent."""
+        """``model``: its weights are read when they are sent."""
         self._model = model
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter's name and whole shape."""
+        """Every parameter's name and full shape."""
         return {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
 
     def gather(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
-        """Whole parameters; collective over the trainer ranks."""
+        """Full parameters; collective over the trainer ranks."""
         return gather_full_tensors([self._model.get_parameter(name) for name in names], dtype)
 
     def constant(self) -> frozenset[str]:
@@ -79,21 +80,24 @@ class ModelWeights:
 
 
 class WeightSender:
-    """Gives a model's parameters to the engines; gathering them is collective over the trainer ranks.
+    """Gives a model's weights to the engines; gathering them is collective over the trainer ranks.
 
     Either ``join`` once and ``send`` every update: rank 0 broadcasts. Or, where engines live on the trainer's
-    devices, ``offer`` one bucket after the other on every rank, and ``release`` in the end. An update has all
-    tensors, or, where ``whole`` is False, those that training changes.
+    devices, ``offer`` one bucket after the other on every rank, then ``release``. A ``full`` update has all
+    tensors, any other one only those that training changes.
     """
 
     def __init__(
         self, weights: WeightSource, rank: int, device: torch.device, wire_dtype: str, bucket_bytes: int
     ) -> None:
-        """``device`` is where the weights are while they are sent; between updates they may rest in host
-        memory.
+        """Plan the updates of ``weights``.
 
-        ``wire_dtype`` is the engine's parameter dtype: the engine would round to it anyway, and half the
-        bytes travel.
+        Args:
+            weights: What is sent.
+            rank: Of this trainer rank; rank 0 broadcasts and computes digests.
+            device: Of the weights while they are sent; between updates they may rest in host memory.
+            wire_dtype: The engine's parameter dtype, to which it would round anyway: half the bytes travel.
+            bucket_bytes: Largest bucket of more than one tensor.
         """
         self._weights = weights
         self._rank = rank
@@ -115,24 +119,23 @@ class WeightSender:
         if self._rank == 0:
             self._group = join_transfer_group(address, rank=0, backend=backend)
 
-    def manifest_of(self, whole: bool) -> Manifest:
-        """The tensors of an update."""
-        return self.manifest if whole else self.manifest.without(self._constant)
+    def update_manifest(self, full: bool) -> Manifest:
+        """The manifest of an update."""
+        return self.manifest if full else self.manifest.without(self._constant)
 
-    def send(self, whole: bool = True) -> SendReceipt:
+    def send(self, full: bool = True) -> SendReceipt:
         """Broadcast every tensor of an update; collective over the trainer ranks.
 
-        Raises ``TransferBrokenError`` when an engine is gone. Before that the sender leaves the group, which
-        the other engines notice, and gathers the remaining tensors with the other ranks. ``join`` opens
-        another group.
+        Raises ``TransferBrokenError`` when an engine is gone, after it has left the group, which the other
+        engines notice, and gathered the remaining tensors with the other ranks. ``join`` opens another group.
         """
         self._digests = {}
-        broken = None
-        memory = None if self._group is None else self._memory_of_a_bucket()
-        for bucket in self._buckets(whole):
-            # Rank 0 goes on gathering after a failure: that is a collective which the other ranks wait in.
+        failure = None
+        memory = None if self._group is None else self._allocate_bucket()
+        for bucket in self._buckets(full):
+            # Rank 0 gathers after a failure, too: the other ranks wait in this collective.
             if self._group is None or memory is None:
-                self._gather_only(bucket)
+                self._gather_and_discard(bucket)
                 continue
             # One broadcast a bucket: with gloo, 1 MB a broadcast took twice as long as 64 MB.
             wire = memory.view(bucket[0].torch_dtype)[: sum(spec.num_elements for spec in bucket)]
@@ -140,45 +143,44 @@ class WeightSender:
             try:
                 broadcast_from_sender(self._group, wire)
             except TransferBrokenError as error:
-                # Without a reference the group closes its connections, which tells the other engines.
-                broken, self._group = error, None
-        if broken is not None:
-            raise broken
+                # The last reference: the group closes its connections, and the other engines notice.
+                failure, self._group = error, None
+        if failure is not None:
+            raise failure
         return SendReceipt(dict(self._digests))
 
-    def num_buckets(self, whole: bool = True) -> int:
-        """How many buckets make one update."""
-        return len(self._buckets(whole))
+    def num_buckets(self, full: bool = True) -> int:
+        """Number of buckets of an update."""
+        return len(self._buckets(full))
 
     def device_key(self) -> str:
-        """The device this rank can lend memory of."""
+        """Key of the device whose memory this rank can lend."""
         return device_key(self._device)
 
-    def offer(self, index: int, share: bool, whole: bool = True) -> BucketHandle:
+    def offer(self, index: int, share: bool, full: bool = True) -> BucketHandle:
         """Lend bucket ``index`` of an update in memory of this rank's device; collective over the trainer
         ranks.
 
         A rank with ``share=False`` only takes part in gathering. The engines must have copied the previous
-        bucket, whose memory is used again: extra memory is one bucket at most.
+        bucket, whose memory is used again: one bucket is the largest extra memory.
         """
         if index == 0:
             self._digests = {}
         if share and self._memory is None and self._device.type != "cpu":
-            self._memory = self._memory_of_a_bucket()
+            self._memory = self._allocate_bucket()
         self._release_bucket()
-        bucket = self._buckets(whole)[index]
+        bucket = self._buckets(full)[index]
         if not share:
-            self._gather_only(bucket)
+            self._gather_and_discard(bucket)
             return BucketHandle(tuple(bucket), {})
         self._lent = share_bucket(bucket, self._wire_tensors(bucket), self._memory)
         return BucketHandle(tuple(bucket), {self.device_key(): self._lent.export()})
 
     def release(self, interrupted: bool = False) -> SendReceipt:
-        """Free the last bucket, after a complete or an ``interrupted`` update. The receipt lists what was
-        offered.
+        """Free the last bucket, after a complete or an ``interrupted`` update. The receipt lists the offered
+        tensors.
 
-        An engine that died in an update never returns the bucket that it mapped: its memory is kept for all
-        later updates.
+        An engine that died in an update never unmaps the bucket: its memory is kept for all later updates.
         """
         self._release_bucket()
         self._keeps_memory = self._keeps_memory or interrupted
@@ -186,12 +188,12 @@ class WeightSender:
             self._memory = None
         return SendReceipt(dict(self._digests))
 
-    def _buckets(self, whole: bool) -> list[list[TensorSpec]]:
-        return list(self.manifest_of(whole).buckets(self._bucket_bytes))
+    def _buckets(self, full: bool) -> list[list[TensorSpec]]:
+        return list(self.update_manifest(full).buckets(self._bucket_bytes))
 
-    def _memory_of_a_bucket(self) -> Tensor:
-        """uint8, for the largest bucket."""
-        size = max(sum(spec.num_bytes for spec in bucket) for bucket in self._buckets(whole=True))
+    def _allocate_bucket(self) -> Tensor:
+        """Memory of the largest bucket, uint8."""
+        size = max(sum(spec.num_bytes for spec in bucket) for bucket in self._buckets(full=True))
         with without_expandable_segments():
             return torch.empty(size, dtype=torch.uint8, device=self._device)
 
@@ -200,18 +202,17 @@ class WeightSender:
             self._lent.release()
             self._lent = None
 
-    def _gather_only(self, bucket: list[TensorSpec]) -> None:
+    def _gather_and_discard(self, bucket: list[TensorSpec]) -> None:
         for _ in self._wire_tensors(bucket):
             pass
 
     def _wire_tensors(self, bucket: list[TensorSpec]) -> Iterator[Tensor]:
-        """The bucket's tensors, whole, flat and in the wire dtype, one at a time; rank 0 notes their
-        digests."""
+        """The bucket's full tensors, flat, in the wire dtype, one at a time; rank 0 records their digests."""
         for specs in Manifest(tuple(bucket)).buckets(_GATHERED_BYTES):
             weights = self._weights.gather([spec.name for spec in specs], bucket[0].torch_dtype)
             for spec, weight in zip(specs, weights, strict=True):
                 wire = weight.reshape(-1)
-                # Of what is sent: the engine can only digest what it receives.
+                # The digest of the wire tensor: the engine digests the tensor that it receives.
                 if self._rank == 0:
                     self._digests[spec.name] = tensor_digest(wire)
                 yield wire

@@ -1,9 +1,8 @@
 """One bucket of weights in memory that another process on the same device maps: CUDA IPC, or shared memory on
 a CPU.
 
-Two ranks on one GPU cannot share an NCCL group, so where trainer and engine are colocated the bytes do not
-travel at all: the trainer's rank lends a bucket, the engine's worker copies what it needs, and the rank takes
-the memory back.
+Two ranks on one GPU cannot share an NCCL group. So a trainer on the engine's device lends a bucket, the
+engine's worker copies it, and the trainer takes the memory back.
 """
 
 import os
@@ -23,7 +22,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from verl_rc.weight_sync.manifest import TensorSpec
 
 _SHARED_MEMORY_FOLDER = Path("/dev/shm")
-# Place of the device index among the arguments of torch's ``rebuild_cuda_tensor``: each process counts its
+# Position of the device index in the arguments of torch's ``rebuild_cuda_tensor``: each process numbers its
 # own GPUs.
 _DEVICE_ARGUMENT = 6
 
@@ -45,12 +44,12 @@ class CudaIpcHandle:
 
 @dataclass(frozen=True)
 class BucketHandle:
-    """Places of a bucket on each device. The driver passes on this handle only, never the weights."""
+    """Memory of a bucket on each device. The driver passes on this handle, never the weights."""
 
     tensors: tuple[TensorSpec, ...]
     """The bucket's tensors in order; they lie end to end and share one dtype."""
     by_device: Mapping[str, SharedMemoryHandle | CudaIpcHandle]
-    """Places by the key of the device, see ``device_key``."""
+    """Handles by the key of the device, see ``device_key``."""
 
     @property
     def num_elements(self) -> int:
@@ -59,8 +58,8 @@ class BucketHandle:
 
     @classmethod
     def merged(cls, handles: "Sequence[BucketHandle]") -> "BucketHandle":
-        """The handles of all trainer ranks for one bucket, as one."""
-        by_device = {key: exported for handle in handles for key, exported in handle.by_device.items()}
+        """One handle from those of all trainer ranks for a bucket."""
+        by_device = {key: export for handle in handles for key, export in handle.by_device.items()}
         return cls(handles[0].tensors, by_device)
 
 
@@ -111,34 +110,34 @@ class CudaBucket:
     """Memory of this process's GPU, exported by CUDA IPC."""
 
     def __init__(self, tensors: Sequence[TensorSpec], memory: Tensor) -> None:
-        """In ``memory``, uint8 on the GPU, which may have been another bucket's."""
+        """Use ``memory``, uint8 on the GPU, also that of an earlier bucket."""
         self.flat = memory.view(tensors[0].torch_dtype)[: sum(spec.num_elements for spec in tensors)]
 
     def export(self) -> CudaIpcHandle:
-        """A fresh export, once everything written has arrived in memory."""
+        """A fresh export, after all writes have finished."""
         # An IPC handle shares memory, not the order of this process's streams.
         torch.cuda.synchronize(self.flat.device)
         _, arguments = reduce_tensor(self.flat)
         return CudaIpcHandle(arguments)
 
     def release(self) -> None:
-        """Free the memory, and what earlier exports still held."""
+        """Free the memory, also that of earlier exports."""
         del self.flat
         # PyTorch frees exported memory that the importer has closed at its next export, or when asked to.
         torch.cuda.ipc_collect()
 
 
 SharedBucket = HostBucket | CudaBucket
-"""The lending end: memory from allocation to release. Its ``flat`` ``[num_elements]`` is to be filled before
-``export`` is given away; ``release`` comes after the other process has copied it or was lost."""
+"""Memory that is lent. Fill ``flat`` ``[num_elements]`` before ``export``; ``release`` it after the other
+process has copied the bucket or was lost."""
 
 
 @contextmanager
 def without_expandable_segments() -> Iterator[None]:
-    """What is allocated inside can be shared with another process.
+    """Let allocations inside be shared with another process.
 
-    Memory of PyTorch's expandable segments is shared through a system call that containers forbid. PyTorch
-    resets each option that is missing from the settings it is given, so they are the user's whole ones.
+    PyTorch shares memory of expandable segments by a system call that containers forbid. It resets every
+    option that new settings lack, so these are the user's settings with one change.
     """
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     without = re.sub(r"(expandable_segments\s*:\s*)(True|true|1)\b", r"\1False", settings)
@@ -168,7 +167,7 @@ def share_bucket(
     bucket: SharedBucket = HostBucket(tensors) if memory is None else CudaBucket(tensors, memory)
     try:
         fill(bucket.flat, parts)
-    # Also at KeyboardInterrupt: a segment of shared memory would outlive the process.
+    # Also after KeyboardInterrupt: a segment of shared memory would outlive the process.
     except BaseException:
         bucket.release()
         raise
@@ -189,40 +188,39 @@ def copy_bucket(handle: BucketHandle, device: torch.device) -> Tensor:
             "actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast when engines and trainer do not "
             "share their devices."
         )
-    exported = handle.by_device[key]
-    if isinstance(exported, SharedMemoryHandle):
-        # A private mapping: read-only for the lender's memory, and unknown to the resource tracker of this
-        # process, which would remove the segment under the lender's feet.
+    export = handle.by_device[key]
+    if isinstance(export, SharedMemoryHandle):
+        # A private mapping cannot change the lender's memory. This process's resource tracker, which would
+        # remove the segment, does not know it.
         dtype = handle.tensors[0].torch_dtype
-        return torch.from_file(exported.path, shared=False, size=handle.num_elements, dtype=dtype).clone()
-    arguments = list(exported.rebuild_arguments)
+        return torch.from_file(export.path, shared=False, size=handle.num_elements, dtype=dtype).clone()
+    arguments = list(export.rebuild_arguments)
     arguments[_DEVICE_ARGUMENT] = torch.cuda.current_device() if device.index is None else device.index
-    lent = rebuild_cuda_tensor(*arguments)
-    copied: Tensor = lent.clone()
-    # The copy must be complete before the mapping ends: the lender knows nothing of this process's streams.
+    mapped = rebuild_cuda_tensor(*arguments)
+    copy: Tensor = mapped.clone()
+    # The copy must be complete before the mapping ends: the lender does not wait for this process's streams.
     torch.cuda.synchronize(device)
-    return copied
+    return copy
 
 
 def device_key(device: torch.device) -> str:
-    """A name of the device that all processes share: the UUID of a GPU, the host name of a CPU."""
+    """A name of the device that is the same in all processes: a GPU's UUID, a CPU's host name."""
     if device.type == "cpu":
         return f"cpu@{socket.gethostname()}"
-    # CUDA_VISIBLE_DEVICES lets every process count its GPUs from 0.
+    # An index would not do: with CUDA_VISIBLE_DEVICES every process numbers its GPUs from 0.
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def choose_offering_ranks(rank_devices: Sequence[str], engine_devices: Iterable[str]) -> list[bool]:
-    """Return for each trainer rank whether it has to offer buckets: one rank for every device that holds an
-    engine worker.
+    """Whether each trainer rank must offer buckets: the first rank on each device with an engine worker.
 
-    Raises ``ValueError`` when an engine worker's device holds no trainer rank.
+    Raises ``ValueError`` when an engine worker's device has no trainer rank.
     """
     needed = set(engine_devices)
-    if without_rank := needed - set(rank_devices):
+    if uncovered := needed - set(rank_devices):
         raise ValueError(
             "actor_rollout_ref.rollout.checkpoint_engine.backend=ipc needs every engine worker on the device "
-            f"of a trainer rank; without a rank: {sorted(without_rank)}."
+            f"of a trainer rank; without a rank: {sorted(uncovered)}."
         )
     return [
         device in needed and device not in rank_devices[:rank] for rank, device in enumerate(rank_devices)

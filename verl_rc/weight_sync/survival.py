@@ -1,7 +1,7 @@
-"""What an engine's rounding leaves of an update of the weights.
+"""The share of a weight update that survives the engine's rounding.
 
-Master weights W are in float32, the engine computes with Q(W). In a weight an update D is lost where it does
-not reach the engine's next number, and exaggerated where it does.
+Master weights W are in float32, the engine computes with the rounded weights Q(W). The update D of a weight
+is lost when Q(W + D) = Q(W), and exaggerated when Q(W + D) is the next number of the engine's precision.
 """
 
 from collections.abc import Iterable
@@ -10,56 +10,61 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_FP8, _LARGEST = torch.float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max
+_FP8, _FP8_MAX = torch.float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max
 Weights = Iterable[tuple[str, Tensor]]
 """Names, and this rank's rows in float32."""
 
 
 @dataclass(frozen=True)
 class EngineRounding:
-    """How an engine rounds a weight when it loads it."""
+    """The rounding of weights when an engine loads them."""
 
     dtype: torch.dtype
     quantization: str | None
     """None or ``fp8_per_channel``."""
     quantised_names: frozenset[str]
-    """Weights that it takes: linear layers without the output layer."""
+    """The quantised weights: those of linear layers, without the output layer."""
 
     def __call__(self, name: str, weight: Tensor) -> Tensor:
-        """Rows of a weight, float32, as the engine has them.
+        """Rows of a weight after rounding, float32.
 
-        ``fp8_per_channel`` scales each row of a linear layer, its largest number to the largest of e4m3 (vLLM
-        0.32, ``online/fp8.py``).
+        ``fp8_per_channel`` scales each row of a linear layer so that its largest magnitude becomes that of
+        e4m3 (vLLM 0.32, ``online/fp8.py``).
         """
         rounded = weight.to(self.dtype)
         if self.quantization is None or name not in self.quantised_names:
             return rounded.float()
-        largest = rounded.float().abs().amax(dim=-1, keepdim=True)
-        scale = (largest / _LARGEST).clamp_min(1 / (_LARGEST * 512))
-        return (rounded / scale).clamp(-_LARGEST, _LARGEST).to(_FP8).float() * scale
+        row_maximum = rounded.float().abs().amax(dim=-1, keepdim=True)
+        scale = (row_maximum / _FP8_MAX).clamp_min(1 / (_FP8_MAX * 512))
+        return (rounded / scale).clamp(-_FP8_MAX, _FP8_MAX).to(_FP8).float() * scale
 
 
 class UpdateSurvival:
-    """Compares weights before an update with those after it."""
+    """Compares the weights before and after an update."""
 
     def __init__(self, weights: Weights) -> None:
-        """Copy the weights that are about to change into host memory."""
-        self._before = {
+        """Copy the weights before the update into host memory."""
+        self._old_weights = {
             name: torch.empty(rows.shape, dtype=torch.float32).copy_(rows) for name, rows in weights
         }
 
     def sums(self, weights: Weights, rounding: EngineRounding) -> Tensor:
-        """float64 ``[4]``: ⟨Q(W + D) - Q(W), D⟩, |D|², weights that are other numbers in the engine, weights
-        that changed; over this rank's rows of the same ``weights`` after the update.
+        """Sums over this rank's rows of ``weights`` after the update, float64 ``[4]``: ⟨Q(W + D) - Q(W), D⟩,
+        |D|², number of weights that changed in the engine, number of weights that changed.
 
-        The first two, each added over ranks, make the share that survives: 1 when nothing is lost.
+        The quotient of the first two, each summed over ranks, is the surviving share: 1 when nothing is lost.
         """
         total = torch.zeros(4, dtype=torch.float64)
         for name, rows in weights:
-            before, after = self._before[name], rows.cpu()
-            update = (after - before).double()
-            moved = rounding(name, after).double() - rounding(name, before)
+            old_rows, new_rows = self._old_weights[name], rows.cpu()
+            update = (new_rows - old_rows).double()
+            survivor = rounding(name, new_rows).double() - rounding(name, old_rows)
             total += torch.stack(
-                [(moved * update).sum(), update.square().sum(), (moved != 0).sum(), (update != 0).sum()]
+                [
+                    (survivor * update).sum(),
+                    update.square().sum(),
+                    (survivor != 0).sum(),
+                    (update != 0).sum(),
+                ]
             ).double()
         return total

@@ -1,4 +1,4 @@
-"""The process group that carries weights: beside, never through, the default groups of trainer and engine."""
+"""The process group that carries weights, apart from the default groups of trainer and engine."""
 
 import os
 import time
@@ -14,12 +14,12 @@ from verl_rc.distributed.process_group import open_store
 
 _POLL_SECONDS = 0.001
 TRANSFER_TIMEOUT_SECONDS = 120.0
-"""How long a member waits for the others to join, and for one broadcast: members join when all of them are
-built, and a bucket takes seconds, so a member that takes longer is gone."""
+"""Time limit of joining and of each broadcast. Members join when all of them are built, and a bucket takes
+seconds: a member that takes longer is gone."""
 
 
 class TransferBrokenError(RuntimeError):
-    """A member of the transfer group is gone; the group is of no use any more."""
+    """A member of the transfer group is gone; the group cannot be used again."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class TransferGroup:
 
 
 def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> TransferGroup:
-    """Join as ``rank`` (0 is the sender); blocks until all ``world_size`` members have come.
+    """Join as ``rank`` (0 is the sender); blocks until all ``world_size`` members have joined.
 
-    Built by hand on its own store, because the engine's process has a default group that must not be
-    touched. ``backend`` is ``gloo`` or ``nccl``.
+    The group has a store of its own: the default group of the engine's process must not be touched.
+    ``backend`` is ``gloo`` or ``nccl``.
     """
     timeout = timedelta(seconds=address.timeout_seconds)
     tcp = open_store(address.host, address.port, address.world_size, rank == 0, timeout)
@@ -58,24 +58,20 @@ def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> Tr
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timeout
-        # init_process_group would add the device; a group built by hand without one is refused.
-        # As init_process_group takes them; the default device is that of the hostname alone.
+        # Devices as init_process_group chooses them; the default device is that of the host name.
         names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         interfaces = [gloo.create_device(interface=name) for name in names]
         options._devices = interfaces or [gloo.create_default_device()]
         return TransferGroup(gloo(store, rank, address.world_size, options), backend, address.timeout_seconds)
-    if backend == "nccl":
-        nccl_options = dist.ProcessGroupNCCL.Options()
-        # After this time torch's watchdog kills the process: only if the deadline of
-        # ``broadcast_from_sender`` has no effect.
-        nccl_options._timeout = 2 * timeout
-        nccl = dist.ProcessGroupNCCL(store, rank, address.world_size, nccl_options)
-        group = TransferGroup(nccl, backend, address.timeout_seconds)
-        # NCCL connects in the first collective and waits for members that have died since; here all of them
-        # have just come.
-        broadcast_from_sender(group, torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())))
-        return group
-    raise ValueError(f"the weight-transfer backend must be gloo or nccl, got {backend!r}.")
+    nccl_options = dist.ProcessGroupNCCL.Options()
+    # torch's watchdog kills the process after this time; the deadline of ``broadcast_from_sender`` comes
+    # first.
+    nccl_options._timeout = 2 * timeout
+    nccl = dist.ProcessGroupNCCL(store, rank, address.world_size, nccl_options)
+    group = TransferGroup(nccl, backend, address.timeout_seconds)
+    # NCCL connects in the first collective, and waits for dead members: now all have just joined.
+    broadcast_from_sender(group, torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())))
+    return group
 
 
 def broadcast_from_sender(group: TransferGroup, tensor: Tensor) -> None:
@@ -91,8 +87,7 @@ def broadcast_from_sender(group: TransferGroup, tensor: Tensor) -> None:
         work = group.process_group.broadcast([tensor], options)
         if group.backend == "nccl":
             _wait_until_completed(group, work)
-        # Of NCCL wait() orders streams and raises what has failed; of gloo it waits, at most for the group's
-        # timeout.
+        # NCCL's wait() orders streams and raises errors; gloo's waits, at most for the group's timeout.
         work.wait()
     except RuntimeError as error:
         raise TransferBrokenError(
@@ -101,8 +96,7 @@ def broadcast_from_sender(group: TransferGroup, tensor: Tensor) -> None:
 
 
 def _wait_until_completed(group: TransferGroup, work: Any) -> None:
-    """Wait for a collective of NCCL, whose ``wait`` does not; raises ``RuntimeError`` after the deadline, the
-    group aborted."""
+    """Wait for a collective of NCCL. After the deadline abort the group and raise ``RuntimeError``."""
     deadline = time.monotonic() + group.timeout_seconds
     while not work.is_completed():
         if time.monotonic() > deadline:

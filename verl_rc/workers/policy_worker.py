@@ -301,7 +301,7 @@ class PolicyWorker(Learner):
 
     def manifest(self, whole: bool = True) -> Manifest:
         """The tensors of a weight update: all, or those that training changes."""
-        return self._sender.manifest_of(whole)
+        return self._sender.update_manifest(whole)
 
     def join_transfer(self, address: TransferAddress) -> None:
         """Join the transfer group of the engines."""

@@ -59,7 +59,7 @@ class Engine:
             [samples] = arguments
             assert all(sample.options == OPTIONS for sample in samples)
             assert all(
-                sample.ahead == (sample.request.seed < 10) for sample in samples
+                sample.has_priority == (sample.request.seed < 10) for sample in samples
             )  # seeds from 10 on: ``group.submit``
             self.asked.append([sample.request.seed for sample in samples])
             self.ended += samples

@@ -146,7 +146,7 @@ def test_what_every_engine_gets_has_numbers_below_all_others_and_comes_back_by_e
     assert [numbers_of(of_engine) for of_engine in added] == [[-2, -3], [-4, -5]]
     assert max(numbers_of([*added[0], *added[1]])) < first[0].number
     assert seeds_by_engine([*added[0], *added[1]]) == {0: [1, 2], 1: [1, 2]}
-    assert not any(request.queued.ahead for of_engine in added for request in of_engine)
+    assert not any(request.queued.has_priority for of_engine in added for request in of_engine)
     work.record({1: collected(numbers_of(added[1]), [71, 72])})
     assert first_tokens([request.sample for request in added[1]]) == [71, 72]
     assert num_unfinished(added[0]) == {0: 2}

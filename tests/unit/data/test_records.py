@@ -231,6 +231,11 @@ def test_a_file_of_verifiers_is_read_as_one_of_verl(write_parquet, tokenizer):
     assert (second.ground_truth, second.data_source, second.extra_info) == ("6", "verifiers", {})
 
 
+def test_a_row_of_a_file_of_verifiers_names_its_environment(write_parquet, tokenizer):
+    path = write_parquet([{**VERIFIERS[0], "agent_name": "chess"}, VERIFIERS[1]])
+    assert [row.agent_name for row in build_validation_rows(options_of(path), tokenizer)] == ["chess", None]
+
+
 def test_messages_of_a_file_of_verifiers_win_over_its_question(write_parquet, tokenizer):
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     path = write_parquet([{"prompt": messages, "question": "?", "answer": "4", "info": {"a": 1}}])

@@ -15,7 +15,7 @@ from verl_rc.config.rollout import EnvironmentConfig, RolloutConfig
 from verl_rc.data.episode import Episode, Exchange, Reply, Turn
 from verl_rc.data.parts import Sample
 from verl_rc.rollout.conversation import Conversations
-from verl_rc.rollout.environment_host import Answered, Failed, environment_host
+from verl_rc.rollout.environment_host import Failure, StepResult, environment_host
 from verl_rc.rollout.environments.guess import GuessNumber
 from verl_rc.rollout.sampling import ConversationOptions, GenerationRequest
 
@@ -51,7 +51,7 @@ def play(config: EnvironmentConfig, said: Sequence[Turn], row: dict[str, Any], s
         for turn in said:
             outcome = await host.step(Episode((0, 0, 0), row, seed, history=list(history)), turn)
             outcomes.append(outcome)
-            if isinstance(outcome, Answered):
+            if isinstance(outcome, StepResult):
                 history.append(Exchange(turn, outcome.reply))
         return outcomes
 
@@ -144,9 +144,9 @@ def test_a_row_names_its_environment() -> None:
     (unnamed,) = play(both, turns("2"), {"ground_truth": "", "agent_name": None})
     assert unnamed.reply.metrics == {"left": 2.0}
     (unknown,) = play(both, turns("2"), {"agent_name": "gess"})
-    assert isinstance(unknown, Failed)
-    assert not unknown.again
-    assert "choices=['guess'], got 'gess'" in unknown.why
+    assert isinstance(unknown, Failure)
+    assert not unknown.may_retry
+    assert "choices=['guess'], got 'gess'" in unknown.reason
     without_choices = both.model_copy(update={"choices": {}})
     (unread,) = play(without_choices, turns("2"), {"ground_truth": "", "agent_name": "gess"})
     assert unread.reply.metrics == {"left": 2.0}
@@ -155,22 +155,22 @@ def test_a_row_names_its_environment() -> None:
 def test_an_environment_has_limits_of_time_and_of_its_state() -> None:
     slow = config("guessing:Guess", arguments={"latency": 0.5}, step_seconds=0.05)
     (late,) = play(slow, turns("x"), {})
-    assert "step_seconds=0.05" in late.why
+    assert "step_seconds=0.05" in late.reason
     large = config("guessing:Guess", max_state_megabytes=1e-4)
     (refused,) = play(large, turns("x"), {})
-    assert "max_state_megabytes=0.0001" in refused.why
+    assert "max_state_megabytes=0.0001" in refused.reason
 
 
 def test_an_episode_has_at_most_so_many_turns(tmp_path: Path) -> None:
     build_tokenizer(64).save_pretrained(tmp_path)
     rollout = RolloutConfig(environment=config("guessing:Guess", max_turns=2))
-    conversations = Conversations.open(ConversationOptions(rollout, str(tmp_path), False, {}))
+    conversations = Conversations.from_options(ConversationOptions(rollout, str(tmp_path), False, {}))
     request = GenerationRequest([0], 100, episode=episode(1))
-    first = conversations.ask(request, Sample(0, [part([1], 0)], True), 90).result(10)
-    assert (first.goes_on, first.sample.finished, len(first.sample.replies)) == (True, False, 1)
+    first = conversations.request_reply(request, Sample(0, [part([1], 0)], True), 90).result(10)
+    assert (first.continues, first.sample.finished, len(first.sample.replies)) == (True, False, 1)
     grown = replace(first.sample, parts=[*first.sample.parts, part([2], 0)], finished=True)
-    last = conversations.ask(request, grown, 90).result(10)
-    assert (last.goes_on, last.sample.finished, len(last.sample.replies)) == (False, False, 2)
+    last = conversations.request_reply(request, grown, 90).result(10)
+    assert (last.continues, last.sample.finished, len(last.sample.replies)) == (False, False, 2)
     assert last.sample.parts == grown.parts
 
 

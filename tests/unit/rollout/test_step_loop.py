@@ -79,8 +79,8 @@ class Labelled(Countdown):
         return tuple(self.versions.pop(key))
 
 
-def sample(number: int, length: int, ahead: bool = False) -> QueuedSample:
-    return QueuedSample(number, GenerationRequest([1], seed=number, max_tokens=length), OPTIONS, ahead)
+def sample(number: int, length: int, has_priority: bool = False) -> QueuedSample:
+    return QueuedSample(number, GenerationRequest([1], seed=number, max_tokens=length), OPTIONS, has_priority)
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_new_samples_wait_for_the_end_of_others_and_what_was_cut_does_not(
     loop.submit([sample(4, 3), sample(5, 4), sample(6, 1)], box)
     loop.call(loop.cut, after="all")
     loop.submit([sample(3, 1)], box)
-    loop.submit([sample(0, 1, ahead=True)], other)
+    loop.submit([sample(0, 1, has_priority=True)], other)
     assert [number for number, _ in loop.take(other, 1, PATIENCE)] == [0]
     loop.call(lambda _: loop.limit(1000))
     assert [number for number, _ in loop.take(box, 4, PATIENCE)] == [4, 5, 3, 6]
@@ -179,7 +179,7 @@ def test_samples_ahead_let_what_has_begun_go_on_and_hold_the_rest_back(
     loop, training, validation = loops(capacity=2), [], []
     loop.submit([sample(number, 3) for number in range(3)], training)
     allow(steps, 1)
-    loop.submit([sample(90, 1, ahead=True), sample(91, 3, ahead=True)], validation)
+    loop.submit([sample(90, 1, has_priority=True), sample(91, 3, has_priority=True)], validation)
     steps.release(100)
     assert len(loop.take(validation, at_least=2, wait_seconds=PATIENCE)) == 2
     assert len(loop.take(training, at_least=3, wait_seconds=PATIENCE)) == 3
@@ -376,7 +376,7 @@ def test_samples_with_priority_are_not_cut(loops: Any, steps: threading.Semaphor
     loop.call(lambda _: loop.limit(1))
     loop.submit([sample(0, 9), sample(1, 9)], training)
     loop.call(lambda _: None, after="all")
-    loop.submit([sample(0, 4, ahead=True), sample(1, 2, ahead=True)], validation)
+    loop.submit([sample(0, 4, has_priority=True), sample(1, 2, has_priority=True)], validation)
     publishing = threading.Thread(target=partial(cut_and_publish, loop, 1, after="priority"))
     publishing.start()
     while not any(command.after == "priority" for command in list(loop._commands)):
@@ -452,7 +452,7 @@ def test_samples_with_priority_are_sampled_beyond_the_limit_and_by_themselves(
     steps.release(1000)
     loop.call(lambda _: loop.limit(0))
     loop.submit([sample(0, 3)], training)
-    loop.submit([sample(0, 5, ahead=True)], validation)
+    loop.submit([sample(0, 5, has_priority=True)], validation)
     assert loop.take(validation, wait_seconds=PATIENCE) == [(0, (0,) * 5)]
     assert [item for item in log_of(loop) if item != "step"] == [("begin", 0)]
     after_steps(loop, 3)
@@ -500,7 +500,7 @@ def test_what_is_cancelled_is_sampled_no_further_and_frees_its_place(
     after_steps(loop, 1)
     cut_and_publish(loop, 1)
     after_steps(loop, 1)
-    loop.submit([sample(1, 2, ahead=True)], validation)  # of another caller, with a number of its own
+    loop.submit([sample(1, 2, has_priority=True)], validation)  # of another caller, with a number of its own
     loop.call(lambda sampler: loop.cancel(sampler, [1, 2, 4, 99]))  # 0, 1, 2 run, 3, 4, 5 wait
     after_steps(loop, 10)
     assert sorted(loop.take(box, at_least=3, wait_seconds=PATIENCE)) == [
@@ -558,7 +558,7 @@ def test_a_call_that_comes_with_an_answer_that_ends_the_loop_is_told_so() -> Non
     loop = StepLoop(partial(Waiting, 8, threading.Semaphore()))
     loop.submit([sample(0, 1)], [])
     deadline = time.monotonic() + PATIENCE
-    while not loop.call(lambda _: dict(loop._away)) and time.monotonic() < deadline:
+    while not loop.call(lambda _: dict(loop._unanswered)) and time.monotonic() < deadline:
         time.sleep(0.001)
     with loop._changed:  # the thread sees both at once
         reply.set_result("x")

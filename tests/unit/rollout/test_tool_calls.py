@@ -9,7 +9,7 @@ from verl_rc.rollout.tool_environment import (
     choose_parser,
     parse_hermes,
     tag_parser,
-    truncated,
+    truncate_text,
 )
 from verl_rc.rollout.tools import CALCULATOR, Tool
 
@@ -71,4 +71,4 @@ def test_the_format_chooses_the_parser_and_must_fit_the_tools() -> None:
     ],
 )
 def test_long_answers_are_cut(limit: int, side: str, text: str) -> None:
-    assert truncated("0123456789", limit, side) == text
+    assert truncate_text("0123456789", limit, side) == text

@@ -54,14 +54,14 @@ class HalfConstant(ModelWeights):
 def test_what_no_training_changes_is_in_whole_updates_alone() -> None:
     """Its 24 and 6 bytes lie in one bucket of 64."""
     sender = WeightSender(HalfConstant(linear_stack()), 0, CPU, "bfloat16", bucket_bytes=64)
-    whole = list(expected_parts())
-    assert sender.manifest_of(True).names == tuple(whole)
-    assert sender.manifest_of(False).names == tuple(whole[2:])
-    assert (sender.num_buckets(whole=True), sender.num_buckets(whole=False)) == (2, 1)
+    full = list(expected_parts())
+    assert sender.update_manifest(True).names == tuple(full)
+    assert sender.update_manifest(False).names == tuple(full[2:])
+    assert (sender.num_buckets(full=True), sender.num_buckets(full=False)) == (2, 1)
     with nothing_left_behind():
-        received = copied_tensors(sender.offer(0, share=True, whole=False))
+        received = copied_tensors(sender.offer(0, share=True, full=False))
         receipt = sender.release()
-    assert list(received) == whole[2:]
+    assert list(received) == full[2:]
     assert all(torch.equal(tensor, expected_parts()[name]) for name, tensor in received.items())
     assert receipt.digests == {name: tensor_digest(tensor) for name, tensor in received.items()}
 
@@ -132,7 +132,7 @@ def test_memory_that_a_dead_engine_never_returns_is_used_again(monkeypatch: pyte
     made: list[torch.Tensor] = []
     sender = WeightSender(ModelWeights(linear_stack()), 0, torch.device("cuda"), "bfloat16", bucket_bytes=64)
     monkeypatch.setattr(
-        sender, "_memory_of_a_bucket", lambda: made.append(torch.empty(64, dtype=torch.uint8)) or made[-1]
+        sender, "_allocate_bucket", lambda: made.append(torch.empty(64, dtype=torch.uint8)) or made[-1]
     )
     lent = SimpleNamespace(export=lambda: None, release=lambda: None)
     places: list[int] = []

@@ -27,13 +27,13 @@ from verl_rc.rollout.environments.chat import (
 )
 from verl_rc.rollout.environments.chat_endpoint import ChatEndpoint, EndpointLimits
 
-_LOOK_SECONDS = 0.05
-"""How often it is seen whether a process has ended."""
-_OUTPUT_KEPT = 65_536
-"""Bytes at the end of what a process writes."""
-_WORDS_SHOWN = 2_000
-_ROW_BYTES = 100_000
-"""Linux takes 128 KiB in one variable of a process."""
+_POLL_SECONDS = 0.05
+"""Time between two checks whether a process has ended."""
+_TAIL_BYTES = 65_536
+"""Bytes that are kept of the end of a process's output."""
+_MAX_SHOWN_CHARACTERS = 2_000
+_MAX_ROW_CHARACTERS = 100_000
+"""Linux limits one environment variable to 128 KiB."""
 _START = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
@@ -44,28 +44,30 @@ if os.getppid() == int(sys.argv[1]):
 
 
 _BRANCHES = "branches"
-_CUT = "the run's limit of tokens or turns has cut the last turn off, so no turn follows; end with a score."
+_LIMIT_REACHED = (
+    "the run's limit of tokens or turns has cut the last turn off, so no turn follows; end with a score."
+)
 
 
 @dataclass
-class _Pending:
+class _PendingCall:
     """A call that waits for the policy's turn."""
 
     call: ChatCall
     answer: "asyncio.Future[dict[str, Any]]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    is_lost: bool = False
-    """Its connection was lost: the client may call again."""
+    is_disconnected: bool = False
+    """The connection was lost: the client may repeat the call."""
 
 
 class Agent(Environment):
-    """A program that calls a chat endpoint, seen as an environment.
+    """An environment that runs a program and serves its calls to a chat endpoint.
 
-    Its first call is the prompt, what it adds in a further one is the reply to the policy's turn, and the
-    score with which it ends is the reward of the last turn. A call that does not continue the one before (a
-    *branch*) begins another conversation in the same episode. Calls that are made at the same time are
-    answered one after the other. An agent that fails after a turn that a limit cut off ends its episode as
+    The messages of the first call are the prompt. The messages that a later call adds are the reply to the
+    policy's turn, and the program's final score is the reward of the last turn. A call that does not continue
+    the previous one (a *branch*) begins another conversation in the same episode. Concurrent calls are
+    answered one after the other. If the agent fails after a limit has cut a turn off, the episode ends as
     truncated, without a reward.
     """
 
@@ -80,13 +82,13 @@ class Agent(Environment):
         """Name a ``command`` or a ``function``.
 
         Args:
-            command: Of a process, which gets ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``VERL_RC_ROW`` (JSON)
-                and ``VERL_RC_SEED``. Its last line of output is its score: ``{"reward": 1.0}``, where
-                ``metrics`` may stand beside.
-            function: ``module:function``, which is called with an ``AgentTask``, runs in this event loop
-                (``async def``) and returns its score: a number, or a mapping like that line.
+            command: Of a process with the variables ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``VERL_RC_ROW``
+                (JSON) and ``VERL_RC_SEED``. Its last line of output is its score: ``{"reward": 1.0}``, with
+                ``metrics`` if there are any.
+            function: ``module:function`` (``async def``). It is called with an ``AgentTask`` in this event
+                loop and returns its score: a number, or a mapping like that line.
             arguments: Further keyword arguments of the function.
-            address: Which the endpoint listens at; ``node``: that of this node in its network.
+            address: Of the endpoint; ``node``: the address of this node in its network.
             limits: See ``EndpointLimits``.
         """
         if (command is None) == (function is None):
@@ -96,32 +98,33 @@ class Agent(Environment):
             )
         self._run_agent: Callable[[AgentTask], Awaitable[Any]]
         if function is not None:
-            self._name, self._run_agent = function, _function(function, arguments or {})
+            self._name, self._run_agent = function, _function_runner(function, arguments or {})
         else:
-            words = shlex.split(command) if isinstance(command, str) else list(command or ())
-            self._name, self._run_agent = shlex.join(words), _process(words, arguments or {})
+            command_line = shlex.split(command) if isinstance(command, str) else list(command or ())
+            self._name = shlex.join(command_line)
+            self._run_agent = _command_runner(command_line, arguments or {})
         self._address = address
         self._limits = EndpointLimits(**(limits or {}))  # type: ignore[arg-type]
-        self._arrivals: asyncio.Queue[_Pending] = asyncio.Queue()
+        self._arrivals: asyncio.Queue[_PendingCall] = asyncio.Queue()
         self._endpoint: ChatEndpoint | None = None
-        self._calls: list[_Pending] = []
-        """All of them, in the order of their arrival."""
-        self._last: _Pending | None = None
-        """The one that the next turn answers, or the last turn has answered."""
-        self._why_refused = ""
-        self._is_cut = False
-        """A limit has cut the last turn off."""
+        self._calls: list[_PendingCall] = []
+        """All calls, in the order of their arrival."""
+        self._current: _PendingCall | None = None
+        """The call that the next turn answers, or the last turn has answered."""
+        self._refusal = ""
+        self._is_truncated = False
+        """Whether a limit has cut the last turn off."""
 
     def __repr__(self) -> str:
-        """How messages call it."""
+        """Its name in messages."""
         return f"Agent({self._name}, {len(self._calls)} calls)"
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Opening:
         """See ``Environment``. Raises ``RuntimeError`` when the agent ends without a call."""
-        endpoint = await ChatEndpoint.here(self._address, self._limits)
+        endpoint = await ChatEndpoint.get_or_start(self._address, self._limits)
         self._endpoint, self._key = endpoint, endpoint.open(self._answer)
         task = AgentTask(row, seed, endpoint.url, self._key)
-        self._running = asyncio.ensure_future(self._run_agent(task))
+        self._agent = asyncio.ensure_future(self._run_agent(task))
         call = await self._next_call()
         if call is None:
             self._require_no_failure()
@@ -130,26 +133,26 @@ class Agent(Environment):
 
     async def step(self, turn: Turn) -> Reply:
         """See ``Environment``. Raises ``RuntimeError`` when the agent fails."""
-        assert self._last is not None
-        last, message = self._last, assistant_message(turn, self._last.call.tools)
+        assert self._current is not None
+        current, message = self._current, assistant_message(turn, self._current.call.tools)
         call = None
-        if not self._running.done():  # else it has ended without waiting for this turn
-            last.answer.set_result(completion(turn, message))
-            self._is_cut = not turn.stopped
-            if self._is_cut:
-                self._refuse_waiting(400, _CUT)
+        if not self._agent.done():  # else it has ended without waiting for this turn
+            current.answer.set_result(completion(turn, message))
+            self._is_truncated = not turn.stopped
+            if self._is_truncated:
+                self._refuse_waiting(400, _LIMIT_REACHED)
             call = await self._next_call()
         if call is not None:
-            known = [*last.call.messages, plain_message(message)]
-            new = call.messages[len(known) :]
-            own_words = any(one["role"] == "assistant" for one in new)
-            if new and not own_words and call == ChatCall([*known, *new], last.call.tools):
-                return Reply(new)
+            history = [*current.call.messages, plain_message(message)]
+            added = call.messages[len(history) :]
+            continues = call == ChatCall([*history, *added], current.call.tools)
+            if continues and added and not any(message["role"] == "assistant" for message in added):
+                return Reply(added)
             return Reply(opening=Opening(call.messages, call.tools), metrics={_BRANCHES: 1.0})
-        if self._is_cut and self._running.exception() is not None:
+        if self._is_truncated and self._agent.exception() is not None:
             return Reply(truncated=True, metrics={_BRANCHES: 0.0})
         self._require_no_failure()
-        score = _score(self._running.result(), self._name)
+        score = _score(self._agent.result(), self._name)
         return Reply(reward=score["reward"], done=True, metrics={**score.get("metrics", {}), _BRANCHES: 0.0})
 
     async def close(self) -> None:
@@ -157,34 +160,34 @@ class Agent(Environment):
         if self._endpoint is None:
             return
         self._endpoint.close(self._key)
-        self._running.cancel()
-        await asyncio.gather(self._running, return_exceptions=True)
+        self._agent.cancel()
+        await asyncio.gather(self._agent, return_exceptions=True)
         self._refuse_waiting(410, "the episode has ended.")
 
     async def _next_call(self) -> ChatCall | None:
         """The agent's next call; None: it has ended."""
         arrival = asyncio.ensure_future(self._arrivals.get())
         try:
-            await asyncio.wait({arrival, self._running}, return_when=asyncio.FIRST_COMPLETED)
-            if self._running.done():
+            await asyncio.wait({arrival, self._agent}, return_when=asyncio.FIRST_COMPLETED)
+            if self._agent.done():
                 return None
-            self._last = arrival.result()
-            return self._last.call
+            self._current = arrival.result()
+            return self._current.call
         finally:
             arrival.cancel()
 
-    def _refuse_waiting(self, status: int, why: str) -> None:
+    def _refuse_waiting(self, status: int, reason: str) -> None:
         """Refuse the calls that wait for a turn."""
         self._arrivals = asyncio.Queue()
-        for one in self._calls:
-            if not one.answer.done():
-                one.answer.set_exception(RefusedCallError(status, why))
-                one.answer.exception()  # somebody has seen it
+        for pending in self._calls:
+            if not pending.answer.done():
+                pending.answer.set_exception(RefusedCallError(status, reason))
+                pending.answer.exception()  # read here, so that asyncio does not log it as never retrieved
 
     def _require_no_failure(self) -> None:
-        error = self._running.exception()
+        error = self._agent.exception()
         if error is not None:
-            refused = f" after a call that was refused ({self._why_refused})" if self._why_refused else ""
+            refused = f" after a call that was refused ({self._refusal})" if self._refusal else ""
             raise RuntimeError(f"{self!r} has failed{refused}: {error!r}") from error
 
     # for the endpoint
@@ -194,29 +197,29 @@ class Agent(Environment):
         try:
             pending = self._pending(parse_call(body))
         except RefusedCallError as refusal:
-            self._why_refused = str(refusal)
+            self._refusal = str(refusal)
             raise
-        pending.is_lost = False
+        pending.is_disconnected = False
         try:
-            # A client that goes away cancels this call, not the answer: it may call again.
+            # A client that disconnects cancels this call, not the answer: it may repeat the call.
             return await asyncio.shield(pending.answer)
         except asyncio.CancelledError:
-            pending.is_lost = True
+            pending.is_disconnected = True
             raise
 
-    def _pending(self, call: ChatCall) -> _Pending:
-        lost = next((one for one in self._calls if one.is_lost and one.call == call), None)
-        if lost is not None:
-            return lost
-        if self._is_cut:
-            raise RefusedCallError(400, _CUT)
-        self._calls.append(_Pending(call))
+    def _pending(self, call: ChatCall) -> _PendingCall:
+        for pending in self._calls:
+            if pending.is_disconnected and pending.call == call:
+                return pending
+        if self._is_truncated:
+            raise RefusedCallError(400, _LIMIT_REACHED)
+        self._calls.append(_PendingCall(call))
         self._arrivals.put_nowait(self._calls[-1])
         return self._calls[-1]
 
 
-def _function(name: str, arguments: Mapping[str, Any]) -> Callable[[AgentTask], Awaitable[Any]]:
-    """What runs an agent that is a function. Raises ``ValueError`` when there is none."""
+def _function_runner(name: str, arguments: Mapping[str, Any]) -> Callable[[AgentTask], Awaitable[Any]]:
+    """The start of an agent that is a function. Raises ``ValueError`` when there is none."""
     key = f"actor_rollout_ref.rollout.environment.arguments.function={name}"
     function = import_attribute(name, key, "function")
     if not inspect.iscoroutinefunction(function):
@@ -224,30 +227,35 @@ def _function(name: str, arguments: Mapping[str, Any]) -> Callable[[AgentTask], 
     return lambda task: function(task, **arguments)
 
 
-def _process(words: Sequence[str], arguments: Mapping[str, Any]) -> Callable[[AgentTask], Awaitable[Any]]:
-    """What runs an agent that is a process. Raises ``ValueError`` when there is no such command."""
+def _command_runner(
+    command_line: Sequence[str], arguments: Mapping[str, Any]
+) -> Callable[[AgentTask], Awaitable[Any]]:
+    """The start of an agent that is a process. Raises ``ValueError`` when there is no such command."""
     key = "actor_rollout_ref.rollout.environment.arguments"
     if arguments:
         raise ValueError(f"{key}.arguments are those of a function; write them into {key}.command.")
-    if not words or shutil.which(words[0]) is None:
-        raise ValueError(f"{key}.command must begin with a program that can be run, got {list(words)}.")
+    if not command_line or shutil.which(command_line[0]) is None:
+        raise ValueError(
+            f"{key}.command must begin with a program that can be run, got {list(command_line)}."
+        )
 
     async def run(task: AgentTask) -> Any:
         variables = task.variables()
-        if len(variables["VERL_RC_ROW"]) > _ROW_BYTES:
+        if len(variables["VERL_RC_ROW"]) > _MAX_ROW_CHARACTERS:
             raise EpisodeFailedError(
-                f"a row must have at most {_ROW_BYTES} characters of JSON to be a variable of a process, got "
-                f"{len(variables['VERL_RC_ROW'])}; put a name into it, by which the agent finds the rest."
+                f"a row must have at most {_MAX_ROW_CHARACTERS} characters of JSON to be a variable of a "
+                f"process, got {len(variables['VERL_RC_ROW'])}; put a name into it, by which the agent finds "
+                "the data."
             )
-        return await _run_process(words, variables)
+        return await _run_process(command_line, variables)
 
     return run
 
 
-async def _run_process(words: Sequence[str], variables: Mapping[str, str]) -> Any:
+async def _run_process(command_line: Sequence[str], variables: Mapping[str, str]) -> Any:
     """The JSON in the last line of output. Raises ``RuntimeError`` when the process fails."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", "-c", _START, str(os.getpid()), *words),
+        *(sys.executable, "-I", "-S", "-c", _START, str(os.getpid()), *command_line),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -258,18 +266,18 @@ async def _run_process(words: Sequence[str], variables: Mapping[str, str]) -> An
     assert process.stderr is not None
     tails = asyncio.gather(_tail(process.stdout), _tail(process.stderr))
     try:
-        # Before Python 3.13 wait() waits for the end of its outputs, too.
+        # Before Python 3.13 wait() also waits until the process's outputs are closed.
         while process.returncode is None:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
     finally:
-        # Also what it leaves behind, which would keep its outputs open.
+        # The whole group: a child that the process leaves behind would keep its outputs open.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         code = await process.wait()
     output, errors = await tails
     if code:
-        written = (errors or output).decode(errors="replace")[-_WORDS_SHOWN:]
-        raise RuntimeError(f"its process ended with exit code {code} and wrote: {written}")
+        shown = (errors or output).decode(errors="replace")[-_MAX_SHOWN_CHARACTERS:]
+        raise RuntimeError(f"its process ended with exit code {code} and wrote: {shown}")
     lines = output.decode(errors="replace").splitlines()
     try:
         return json.loads(lines[-1] if lines else "")
@@ -278,15 +286,15 @@ async def _run_process(words: Sequence[str], variables: Mapping[str, str]) -> An
 
 
 async def _tail(stream: asyncio.StreamReader) -> bytes:
-    """The end of what is written to a stream."""
+    """The last bytes of a stream."""
     tail = b""
-    while chunk := await stream.read(_OUTPUT_KEPT):
-        tail = (tail + chunk)[-_OUTPUT_KEPT:]
+    while chunk := await stream.read(_TAIL_BYTES):
+        tail = (tail + chunk)[-_TAIL_BYTES:]
     return tail
 
 
 def _score(value: Any, name: str) -> Mapping[str, Any]:
-    """An agent's score as a mapping. Raises ``EpisodeFailedError`` when it is none."""
+    """An agent's score as a mapping. Raises ``EpisodeFailedError`` for any other value."""
     score = {"reward": value} if isinstance(value, int | float) else value
     if (
         not isinstance(score, Mapping)

@@ -1,4 +1,4 @@
-"""What an agent is started with. Imports nothing: processes of agents have packages of their own."""
+"""The task of an agent. It imports no package: processes of agents have packages of their own."""
 
 import json
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ class AgentTask:
     row: Mapping[str, Any]
     """See ``Episode.row``."""
     seed: int
-    """Of its own randomness; that of all samples of a prompt."""
+    """Seed of the agent's random numbers, the same for all samples of a prompt."""
     base_url: str
-    """Of the endpoint; the model's name there is of no matter."""
+    """Of the endpoint, which accepts any model name."""
     api_key: str
-    """Of this episode alone."""
+    """Of this episode only."""
 
     def variables(self) -> dict[str, str]:
-        """The same as environment variables of a process."""
+        """The task as environment variables of a process."""
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,

@@ -1,4 +1,4 @@
-"""OpenAI's chat format: what a call may ask for, and what it gets."""
+"""OpenAI's chat format: calls and completions."""
 
 import json
 import time
@@ -20,23 +20,23 @@ _PERMITTED: Mapping[str, Sequence[Any]] = {
     "tool_choice": (None, "auto"),
     "functions": (None, []),
 }
-"""The values of options that would change which tokens are drawn, or how they come; others are refused."""
-_READ = {"model", "messages", "tools", "user", *_PERMITTED}
+"""Permitted values of options that would change which tokens are sampled, or how they are returned."""
+_KNOWN_OPTIONS = {"model", "messages", "tools", "user", *_PERMITTED}
 _ROLES = ("system", "user", "assistant", "tool")
 
 
 class RefusedCallError(Exception):
-    """A call gets no turn of the policy; the message says why."""
+    """A call without a turn of the policy; the message has the reason."""
 
-    def __init__(self, status: int, why: str) -> None:
-        """``status``: of the HTTP response."""
-        super().__init__(why)
+    def __init__(self, status: int, reason: str) -> None:
+        """``status``: code of the HTTP response."""
+        super().__init__(reason)
         self.status = status
 
 
 @dataclass(frozen=True)
 class ChatCall:
-    """What a call says: a conversation whose next turn is the policy's."""
+    """A conversation whose next turn is the policy's."""
 
     messages: list[dict[str, Any]]
     """In plain form, see ``plain_message``."""
@@ -44,9 +44,9 @@ class ChatCall:
 
 
 def parse_call(body: Any) -> ChatCall:
-    """The call in the body of a request. Raises ``RefusedCallError`` naming what is wrong.
+    """The call in the body of a request. Raises ``RefusedCallError`` with the reason.
 
-    Warns once of every option that has no effect.
+    Warns once about every option without effect.
     """
     if not isinstance(body, Mapping):
         raise RefusedCallError(400, "the body must be a JSON object with messages.")
@@ -62,7 +62,8 @@ def parse_call(body: Any) -> ChatCall:
         raise RefusedCallError(400, "messages must be a list with at least one message.")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RefusedCallError(400, "tools must be a list of objects {type, function}.")
-    for name in sorted(str(name) for name, value in body.items() if value is not None and name not in _READ):
+    options = {str(name) for name, value in body.items() if value is not None}
+    for name in sorted(options - _KNOWN_OPTIONS):
         warnings.warn(
             f"{name} of an agent's calls has no effect: the run decides how tokens are drawn", stacklevel=1
         )
@@ -70,9 +71,9 @@ def parse_call(body: Any) -> ChatCall:
 
 
 def plain_message(message: Any) -> dict[str, Any]:
-    """A message with what chat templates read, in one form, so that two of them can be compared.
+    """A message with the fields that chat templates read, in one form, so that messages can be compared.
 
-    Raises ``RefusedCallError`` when it is none, or has more than text.
+    Raises ``RefusedCallError`` when it is no message, or has other content than text.
     """
     role = message.get("role") if isinstance(message, dict) else None
     role = "system" if role == "developer" else role
@@ -107,29 +108,29 @@ def _plain_tool_call(call: Any) -> dict[str, Any]:
 
 
 def assistant_message(turn: Turn, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The message that a turn is.
+    """The message of a turn.
 
-    Where the call has ``tools``, calls in the hermes format are taken out of its text; a turn with something
-    that is marked as a call and is none stays text.
+    If the call has ``tools``, tool calls in the hermes format move from the text to ``tool_calls``; if one of
+    them is malformed, the message stays text.
     """
     calls = parse_hermes(turn.text) if tools else []
     if not calls or not all(isinstance(call, ToolCall) for call in calls):
         return {"role": "assistant", "content": turn.text}
-    named = [
+    tool_calls = [
         {
-            "id": f"call_{turn.number}_{place}",
+            "id": f"call_{turn.number}_{index}",
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
         }
-        for place, call in enumerate(calls)
+        for index, call in enumerate(calls)
         if isinstance(call, ToolCall)
     ]
-    before = turn.text.partition("<tool_call>")[0].strip()
-    return {"role": "assistant", "content": before or None, "tool_calls": named}
+    text_before = turn.text.partition("<tool_call>")[0].strip()
+    return {"role": "assistant", "content": text_before or None, "tool_calls": tool_calls}
 
 
 def completion(turn: Turn, message: Mapping[str, Any]) -> dict[str, Any]:
-    """The response to a call: the turn's ``message``."""
+    """The response to a call, with the turn's ``message``."""
     reason = "length" if not turn.stopped else "tool_calls" if "tool_calls" in message else "stop"
     return {
         "id": f"turn-{turn.number}",

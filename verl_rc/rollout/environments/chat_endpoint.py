@@ -1,4 +1,4 @@
-"""An OpenAI-compatible chat endpoint that this process serves to agents: one for an event loop."""
+"""An OpenAI-compatible chat endpoint that this process serves to agents, one for each event loop."""
 
 import asyncio
 import json
@@ -17,71 +17,71 @@ from aiohttp import web
 from verl_rc.rollout.environments.chat import RefusedCallError
 
 Answer = Callable[[Any], Awaitable[Mapping[str, Any]]]
-"""Gives the response to the body of a call. Raises ``RefusedCallError``."""
+"""Returns the response to the body of a call. Raises ``RefusedCallError``."""
 _PATH = "/v1/chat/completions"
-_ENDED_KEPT = 10_000
-"""Keys of ended episodes that are told from wrong ones."""
+_MAX_ENDED_KEYS = 10_000
+"""Number of keys of ended episodes that are remembered."""
 _KEEPALIVE_SECONDS = 15.0
-_MEGABYTE = 1 << 20
-_RETRIED = (429, 503)
+_MIB = 1 << 20
+_RETRYABLE_STATUSES = (429, 503)
 """Refusals after which the same call may succeed."""
 
 
 @dataclass(frozen=True)
 class EndpointLimits:
-    """What agents may ask of an endpoint."""
+    """Limits of an endpoint."""
 
     body_megabytes: float = 8.0
     """Largest body of a call, MiB."""
     connections: int = 512
-    """At the same time."""
+    """Largest number of concurrent connections."""
     calls_per_second: int = 100
-    """Of one key; all wrong keys count as one."""
+    """Largest rate of one key; all wrong keys count as one."""
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for a limit that lets nothing through."""
+        """Raise ``ValueError`` for a limit that is not above 0."""
         if problems := [f"{name}={limit}" for name, limit in vars(self).items() if not limit > 0]:
             raise ValueError(f"limits of an agent's endpoint must be above 0, got {', '.join(problems)}.")
 
 
 class ChatEndpoint:
-    """A server in this event loop; every episode has a key of its own, which says whose call it is."""
+    """A server in this event loop. Every episode has a key of its own, which identifies its calls."""
 
     def __init__(self, address: str, limits: EndpointLimits) -> None:
         self._address = _own_address() if address == "node" else address
         self._limits = limits
-        self._open: dict[str, Answer] = {}
-        self._ended: deque[str] = deque(maxlen=_ENDED_KEPT)
-        self._second = 0
+        self._answers: dict[str, Answer] = {}
+        self._ended: deque[str] = deque(maxlen=_MAX_ENDED_KEYS)
+        self._current_second = 0
         self._calls: Counter[str] = Counter()
-        """Calls in ``_second``, by key."""
-        # A call whose client has gone away is cancelled.
+        """Calls in ``_current_second``, by key."""
+        # A call is cancelled when its client disconnects.
         self._web = _BoundedServer(
             limits.connections,
             self._respond,
             request_factory=partial(
                 web.BaseRequest,
                 loop=asyncio.get_running_loop(),
-                client_max_size=int(limits.body_megabytes * _MEGABYTE),
+                client_max_size=int(limits.body_megabytes * _MIB),
             ),
             handler_cancellation=True,
             keepalive_timeout=_KEEPALIVE_SECONDS,
             access_log=None,
         )
         self.url = ""
-        """What a client calls ``base_url``."""
+        """The ``base_url`` of clients."""
 
     @classmethod
-    async def here(cls, address: str, limits: EndpointLimits) -> "ChatEndpoint":
+    async def get_or_start(cls, address: str, limits: EndpointLimits) -> "ChatEndpoint":
         """The endpoint of the running event loop at an ``address`` (``node``: the one that other nodes
-        reach), which is started if need be."""
+        reach); the first call starts it."""
         loop = asyncio.get_running_loop()
         endpoints = _ENDPOINTS.setdefault(loop, {})
         if address not in endpoints:
-            endpoints[address] = loop.create_task(cls(address, limits)._started())
+            endpoints[address] = loop.create_task(cls(address, limits)._start())
         return await asyncio.shield(endpoints[address])
 
-    async def _started(self) -> "ChatEndpoint":
+    async def _start(self) -> "ChatEndpoint":
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(self._web, self._address, 0, backlog=self._limits.connections)
         host, port = self._server.sockets[0].getsockname()[:2]
@@ -91,25 +91,25 @@ class ChatEndpoint:
     def open(self, answer: Answer) -> str:
         """Begin an episode whose calls ``answer`` answers; returns its key."""
         key = secrets.token_urlsafe(32)
-        self._open[key] = answer
+        self._answers[key] = answer
         return key
 
     def close(self, key: str) -> None:
         """End the episode of a key: further calls are refused."""
-        if self._open.pop(key, None) is not None:
+        if self._answers.pop(key, None) is not None:
             self._ended.append(key)
 
     async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
             return web.json_response(await self._call(request))
         except RefusedCallError as refusal:
-            again = "true" if refusal.status in _RETRIED else "false"
-            body = _error(str(refusal))
-            return web.json_response(body, status=refusal.status, headers={"x-should-retry": again})
+            may_retry = "true" if refusal.status in _RETRYABLE_STATUSES else "false"
+            body = _error_body(str(refusal))
+            return web.json_response(body, status=refusal.status, headers={"x-should-retry": may_retry})
 
     async def _call(self, request: web.BaseRequest) -> Mapping[str, Any]:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        answer = self._open.get(key)
+        answer = self._answers.get(key)
         self._require_rate(key if answer is not None else "")
         if answer is None and key in self._ended:
             raise RefusedCallError(410, "the episode of this key has ended.")
@@ -120,18 +120,18 @@ class ChatEndpoint:
                 404, f"this endpoint has POST {_PATH}, got {request.method} {request.path}."
             )
         try:
-            parsed = json.loads(await request.read())
+            body = json.loads(await request.read())
         except web.HTTPRequestEntityTooLarge:
-            most = f"{self._limits.body_megabytes:g} MiB"
-            raise RefusedCallError(413, f"a body must have at most {most}.") from None
+            limit = f"{self._limits.body_megabytes:g} MiB"
+            raise RefusedCallError(413, f"a body must have at most {limit}.") from None
         except (ValueError, RecursionError) as error:
             raise RefusedCallError(400, f"the body must be JSON: {error}.") from error
-        return await answer(parsed)
+        return await answer(body)
 
     def _require_rate(self, key: str) -> None:
         second = int(time.monotonic())
-        if second != self._second:
-            self._second, self._calls = second, Counter()
+        if second != self._current_second:
+            self._current_second, self._calls = second, Counter()
         self._calls[key] += 1
         if self._calls[key] > self._limits.calls_per_second:
             raise RefusedCallError(429, f"a key may make {self._limits.calls_per_second} calls a second.")
@@ -144,19 +144,19 @@ _ENDPOINTS: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Task
 
 
 class _BoundedServer(web.Server):
-    """A server that takes so many connections; a further one is told so, and closed."""
+    """A server with a limit of connections; a further connection gets status 503 and is closed."""
 
-    def __init__(self, most: int, *arguments: Any, **options: Any) -> None:
+    def __init__(self, max_connections: int, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._most = most
+        self._max_connections = max_connections
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        """Called for each connection as it is made."""
-        if len(self.connections) < self._most:
+        """Accept or refuse a new connection."""
+        if len(self.connections) < self._max_connections:
             super().connection_made(handler, transport)
             return
-        why = f"this endpoint has {self._most} connections, and takes no more at once."
-        body = json.dumps(_error(why))
+        message = f"this endpoint has {self._max_connections} connections, and takes no more at once."
+        body = json.dumps(_error_body(message))
         transport.write(
             "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
             f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
@@ -164,13 +164,12 @@ class _BoundedServer(web.Server):
         transport.close()
 
 
-def _error(why: str) -> dict[str, Any]:
-    return {"error": {"message": why, "type": "invalid_request_error", "param": None, "code": None}}
+def _error_body(message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
 
 
 def _own_address() -> str:
     """The address of this node in its network; no packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))
-        address: str = probe.getsockname()[0]
-        return address
+        return str(probe.getsockname()[0])

@@ -10,16 +10,16 @@ from verl_rc.rollout.environment import Environment, Opening, Reply, Turn
 RIGHT, WRONG = 1.0, -0.1
 """Rewards of a turn."""
 HIGH, LOW, NO_NUMBER = "h", "l", "?"
-"""What the policy reads after a guess that is too high, too low, or no number of the game."""
+"""Hints after a guess that is too high, too low, or no number of the game."""
 PROMPT = "guess"
 
 
 class GuessNumber(Environment):
     """A secret number below ``numbers`` is to be guessed in at most ``turns`` guesses.
 
-    After a wrong guess the policy reads whether it was too high or too low, so halving what is left finds
-    every secret in ``log2(numbers)`` turns, rounded up. The secret is drawn from the seed: samples of one
-    prompt guess the same.
+    The hint after a wrong guess says whether it was too high or too low, so bisection finds every secret in
+    ``log2(numbers)`` turns, rounded up. The secret is drawn from the seed: samples of one prompt guess the
+    same number.
     """
 
     def __init__(self, numbers: int = 10, turns: int = 4) -> None:

@@ -31,13 +31,14 @@ async def play(task: AgentTask, numbers: int = 10, turns: int = 4) -> dict[str, 
         reward += reply.reward
         if reply.done or choice.finish_reason == "length":
             break
-        messages += [{"role": "assistant", "content": text}, *(dict(one) for one in reply.messages)]
+        messages += [{"role": "assistant", "content": text}, *(dict(message) for message in reply.messages)]
     return {"reward": reward, "metrics": dict(reply.metrics)}
 
 
 @cache
 def _client(base_url: str) -> AsyncOpenAI:
-    """One for all episodes: to make one costs more than a call. A turn may have to wait for new weights."""
+    """One client for all episodes: making one costs more than a call. No timeout: a turn may wait for new
+    weights."""
     return AsyncOpenAI(base_url=base_url, api_key="of each episode", timeout=None)
 
 

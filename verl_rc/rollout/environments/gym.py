@@ -12,8 +12,8 @@ class Gym(Environment):
     """A class with ``reset(seed=, options=)``, which returns an observation and a dict, and ``step(action)``,
     which returns an observation, a reward, terminated, truncated and a dict.
 
-    Observations and actions are texts; ``options`` is the row of the data. The numbers of the dict are shown.
-    It is rebuilt by its turns, so that it must draw its random numbers from ``seed``.
+    Observations and actions are texts; ``options`` is the row of the data. Numbers of the dict are metrics.
+    An episode is replayed by its turns, so the game must draw its random numbers from ``seed``.
     """
 
     def __init__(self, game: str, **arguments: Any) -> None:

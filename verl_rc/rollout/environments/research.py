@@ -7,18 +7,19 @@ from typing import Any
 from verl_rc.rollout.environment import Environment, Opening, Reply, Turn
 
 USEFUL, RIGHT = 0.1, 1.0
-"""Rewards of a turn: the first search for a name of the question, or the sum that it asks for; the answer."""
+"""Rewards of a turn that is useful (the first search for a name of the question, or its sum), and of the
+right answer."""
 NOTHING = "?"
-"""What the policy reads after a search that finds nothing."""
+"""Result of a search without a match."""
 
 
 class Research(Environment):
-    """The question is a sum of names and numbers, such as ``b+e+7``; the row holds what the names stand for.
+    """The question is a sum of names and numbers, such as ``b+e+7``; the row has the number of each name.
 
-    A turn that is a word searches for it, one with a ``+`` goes to the calculator, a number is the answer and
-    ends the episode, and so does what is none of the three. The shortest way takes a turn for each name, one
-    for the calculator and one for the answer. Of the row, ``prompt`` ends with the question, ``ground_truth``
-    is the sum, and ``extra_info.facts`` has a number for every name.
+    A turn that is a name searches for it, and a turn with a ``+`` goes to the calculator. Any other turn is
+    the answer and ends the episode. The shortest episode has a turn for each name, one for the calculator and
+    one for the answer. ``prompt`` of the row ends with the question, ``ground_truth`` is the sum, and
+    ``extra_info.facts`` has a number for every name.
     """
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Opening | None:
@@ -45,5 +46,5 @@ class Research(Environment):
 
 
 def reply(content: str, is_useful: bool) -> Reply:
-    """What a search or the calculator says."""
+    """The reply of the search or the calculator."""
     return Reply([{"role": "tool", "content": content}], reward=USEFUL if is_useful else 0.0)

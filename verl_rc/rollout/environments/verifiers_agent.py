@@ -71,18 +71,18 @@ class ChatHarness(vf.Harness[ChatConfig]):  # type: ignore[misc]
 async def play(task: AgentTask, environment: Mapping[str, Any]) -> dict[str, float]:
     """Play the task of the row's ``extra_info.index`` in one episode; returns the reward of its traces.
 
-    ``environment`` is an environment's configuration in the words of verifiers: ``{"taskset": {"id": ...}}``.
-    A seat without a configuration answers by one chat completion a turn. Raises ``RuntimeError`` when the
+    ``environment`` is an environment's configuration in the format of verifiers: ``{"taskset": {"id":
+    ...}}``. A seat without a configuration makes one chat completion a turn. Raises ``RuntimeError`` when the
     episode fails.
     """
     loop = asyncio.get_running_loop()
-    served = await asyncio.shield(_served(loop, json.dumps(environment, sort_keys=True)))
+    server = await asyncio.shield(_environment_server(loop, json.dumps(environment, sort_keys=True)))
     variable = f"VERL_RC_KEY_{task.api_key}"  # verifiers reads keys from variables alone
     os.environ[variable] = task.api_key
     try:
         client = EvalClientConfig(base_url=task.base_url, api_key_var=variable)
-        episode = await served.environment.run_episode(
-            served.task(task.row["extra_info"]["index"]), ModelContext("policy", client)
+        episode = await server.environment.run_episode(
+            server.task(task.row["extra_info"]["index"]), ModelContext("policy", client)
         )
     finally:
         del os.environ[variable]
@@ -92,21 +92,21 @@ async def play(task: AgentTask, environment: Mapping[str, Any]) -> dict[str, flo
     return {"reward": sum(trace.reward for trace in episode.traces)}
 
 
-class _Served:
-    """An environment that is served to the episodes of this event loop, and its tasks."""
+class _EnvironmentServer:
+    """An environment, served to the episodes of this event loop, and its tasks."""
 
     def __init__(self, configuration: Mapping[str, Any]) -> None:
         seats = dict.fromkeys(agent_config_fields(resolve_env_config(dict(configuration))), _SEAT)
         self.environment = load_environment(resolve_env_config({**seats, **configuration}))
-        self._rest = iter(self.environment.taskset)
+        self._unread_tasks = iter(self.environment.taskset)
         self._tasks: list[Any] = []
 
     def task(self, index: int) -> Any:
-        """The task at a place of the set, which may have no end."""
-        self._tasks.extend(islice(self._rest, max(0, index + 1 - len(self._tasks))))
+        """The task at an index of the set, which may be infinite."""
+        self._tasks.extend(islice(self._unread_tasks, max(0, index + 1 - len(self._tasks))))
         return self._tasks[index]
 
-    async def serve(self, ready: "asyncio.Future[_Served]") -> None:
+    async def serve(self, ready: "asyncio.Future[_EnvironmentServer]") -> None:
         """Serve until the end of the loop."""
         async with self.environment.serving():
             ready.set_result(self)
@@ -114,22 +114,24 @@ class _Served:
 
 
 @cache
-def _served(loop: asyncio.AbstractEventLoop, configuration: str) -> "asyncio.Future[_Served]":
-    """One for all episodes of a loop: to serve an environment costs more than an episode."""
-    ready: asyncio.Future[_Served] = loop.create_future()
-    serving = loop.create_task(_Served(json.loads(configuration)).serve(ready))
-    _SERVING.add(serving)  # the loop itself keeps no task alive
+def _environment_server(
+    loop: asyncio.AbstractEventLoop, configuration: str
+) -> "asyncio.Future[_EnvironmentServer]":
+    """One server for all episodes of a loop: starting one costs more than an episode."""
+    ready: asyncio.Future[_EnvironmentServer] = loop.create_future()
+    serve_task = loop.create_task(_EnvironmentServer(json.loads(configuration)).serve(ready))
+    _SERVE_TASKS.add(serve_task)  # the loop itself keeps no task alive
 
-    def tell(ended: "asyncio.Task[None]") -> None:
-        error = None if ended.cancelled() else ended.exception()
+    def report_failure(ended_task: "asyncio.Task[None]") -> None:
+        error = None if ended_task.cancelled() else ended_task.exception()
         if error is not None and not ready.done():
             ready.set_exception(error)
 
-    serving.add_done_callback(tell)
+    serve_task.add_done_callback(report_failure)
     return ready
 
 
-_SERVING: set[Any] = set()
+_SERVE_TASKS: set[Any] = set()
 
 if __name__ == "__main__":
     score = asyncio.run(play(AgentTask.from_variables(os.environ), json.loads(sys.argv[1])))

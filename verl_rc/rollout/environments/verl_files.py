@@ -1,7 +1,6 @@
-"""verl's files of tools and interactions, and what they name.
+"""verl's files of tools and interactions, with the classes and functions that they name.
 
-Its classes are called by the methods they have and need no base class; verl is only there where they import
-it themselves.
+The classes need no base class, only the methods that are called; verl is needed only where they import it.
 """
 
 import inspect
@@ -20,42 +19,41 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from verl_rc.config.user_code import import_attribute, load_user_module
 
 _REGISTRY = "verl.tools.function_tool"
-"""The module of verl in which ``@function_tool`` books functions."""
+"""The module of verl in which ``@function_tool`` registers functions."""
 
 
-class _Described(BaseModel):
+class _SchemaModel(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
-class _Property(_Described):
+class _Property(_SchemaModel):
     type: Any = None
     description: str | None = None
     enum: list[Any] | None = None
 
 
-class _Parameters(_Described):
+class _Parameters(_SchemaModel):
     type: str = "object"
     properties: dict[str, _Property] = {}
     required: list[str] = []
 
 
-class _Function(_Described):
+class _Function(_SchemaModel):
     name: str
     description: str = ""
     parameters: _Parameters = _Parameters()
 
 
-class ToolSchema(_Described):
-    """A ``tool_schema``, with the attributes and the ``model_dump`` of verl's: OpenAI's description of a
-    function."""
+class ToolSchema(_SchemaModel):
+    """A ``tool_schema`` (OpenAI's description of a function), with the attributes and ``model_dump`` of
+    verl's class."""
 
     type: str = "function"
     function: _Function
 
 
 Call = Callable[[Mapping[str, Any], Mapping[str, Any], Any], Awaitable[tuple[Any, Any]]]
-"""Called with the arguments of a call, a row's ``create_kwargs`` and the episode; returns answer and reward.
-"""
+"""Takes the arguments of a call, a row's ``create_kwargs`` and the episode; returns answer and reward."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def load_interactions(path: str | None) -> Mapping[str, Any]:
         name = entry.get("name") or simple_name.removesuffix("Interaction").lower()
         if name in interactions:
             raise ValueError(f"{key} must give its interactions different names, got two {name!r}.")
-        interactions[name] = _made(key, entry, config={**(entry.get("config") or {}), "name": name})
+        interactions[name] = _instantiate(key, entry, config={**(entry.get("config") or {}), "name": name})
         _require_methods(interactions[name], ("start_interaction", "generate_response"), key, entry)
     return interactions
 
@@ -110,8 +108,8 @@ def import_class(name: str, key: str) -> Any:
     return import_attribute(f"{module}:{simple_name}", f"{key}: {name}", "class")
 
 
-def _without_verl(error: ValueError, key: str) -> ValueError:
-    """What is said instead of ``error``, which importing a user's file has raised."""
+def _explain_missing_verl(error: ValueError, key: str) -> ValueError:
+    """``error`` of the import of a user's file, with a remedy where verl is missing."""
     if not re.search(r"No module named '(verl['.])", str(error)):
         return error
     return ValueError(
@@ -127,25 +125,25 @@ def _class_tools(path: str) -> list[LoadedTool]:
     tools = []
     for entry in _entries(path, "tools", key):
         settings = entry.get("config") or {}
-        kind = settings.get("type", "native")
-        if kind != "native":
+        tool_type = settings.get("type", "native")
+        if tool_type != "native":
             raise ValueError(
-                f"{key}: {entry['class_name']} must have config.type=native, got {kind!r}. Other types are "
-                "not built: write a class whose execute calls the server."
+                f"{key}: {entry['class_name']} must have config.type=native, got {tool_type!r}. Other types "
+                "are not built: write a class whose execute calls the server."
             )
-        described = entry.get("tool_schema")
+        schema_entry = entry.get("tool_schema")
         try:
-            schema = None if described is None else ToolSchema.model_validate(described)
+            schema = None if schema_entry is None else ToolSchema.model_validate(schema_entry)
         except ValidationError as error:
             raise ValueError(f"{key}: the tool_schema of {entry['class_name']}: {error}") from error
-        tool = _made(key, entry, config=settings, tool_schema=schema)
+        tool = _instantiate(key, entry, config=settings, tool_schema=schema)
         _require_methods(tool, ("create", "execute", "release"), key, entry)
-        tools.append(_loaded(getattr(tool, "tool_schema", None) or schema, _life_of(tool), key))
+        tools.append(_loaded_tool(getattr(tool, "tool_schema", None) or schema, _class_call(tool), key))
     return tools
 
 
-def _life_of(tool: Any) -> Call:
-    """A call is the whole life of an instance: made, executed, released."""
+def _class_call(tool: Any) -> Call:
+    """Each call creates an instance, executes it and releases it."""
 
     async def call(arguments: Mapping[str, Any], create_kwargs: Mapping[str, Any], data: Any) -> Any:
         created = await tool.create(create_kwargs=dict(create_kwargs))
@@ -161,23 +159,22 @@ def _life_of(tool: Any) -> Call:
 
 def _function_tools(path: str) -> list[LoadedTool]:
     key = f"function_tool_path={path}"
-    before = set(_registered())
+    names_before = set(_function_registry())
     try:
         load_user_module(path, key)
     except ValueError as error:
-        raise _without_verl(error, key) from error
-    new = [tool for name, tool in _registered().items() if name not in before]
-    if not new:
+        raise _explain_missing_verl(error, key) from error
+    new_tools = [tool for name, tool in _function_registry().items() if name not in names_before]
+    if not new_tools:
         raise ValueError(f"{key} must hold functions with verl's decorator @function_tool, and holds none.")
-    return [_loaded(tool.tool_schema, _function_of(tool), key) for tool in new]
+    return [_loaded_tool(tool.tool_schema, _function_call(tool), key) for tool in new_tools]
 
 
-def _registered() -> Mapping[str, Any]:
-    registry: Mapping[str, Any] = getattr(sys.modules.get(_REGISTRY), "FUNCTION_TOOL_REGISTRY", {})
-    return registry
+def _function_registry() -> Mapping[str, Any]:
+    return dict(getattr(sys.modules.get(_REGISTRY), "FUNCTION_TOOL_REGISTRY", {}))
 
 
-def _function_of(tool: Any) -> Call:
+def _function_call(tool: Any) -> Call:
     async def call(arguments: Mapping[str, Any], _: Mapping[str, Any], data: Any) -> tuple[Any, Any]:
         returned = await tool.call(dict(arguments))
         response, reward, *_more = (
@@ -190,28 +187,28 @@ def _function_of(tool: Any) -> Call:
     return call
 
 
-def _loaded(schema: Any, call: Call, key: str) -> LoadedTool:
+def _loaded_tool(schema: Any, call: Call, key: str) -> LoadedTool:
     if schema is None:
         raise ValueError(f"{key}: a tool must have a tool_schema in the file or as an attribute.")
-    described = schema.model_dump(exclude_unset=True, exclude_none=True)
-    return LoadedTool(schema.function.name, described, call)
+    schema_entry = schema.model_dump(exclude_unset=True, exclude_none=True)
+    return LoadedTool(schema.function.name, schema_entry, call)
 
 
-def _made(key: str, entry: Mapping[str, Any], **arguments: Any) -> Any:
+def _instantiate(key: str, entry: Mapping[str, Any], **arguments: Any) -> Any:
     try:
-        kind = import_class(entry["class_name"], key)
+        tool_class = import_class(entry["class_name"], key)
     except ValueError as error:
-        raise _without_verl(error, key) from error
+        raise _explain_missing_verl(error, key) from error
     try:
-        return kind(**arguments)
+        return tool_class(**arguments)
     except Exception as error:
         raise ValueError(
             f"{key}: {entry['class_name']} must be made with {list(arguments)}, but raised {error!r}."
         ) from error
 
 
-def _require_methods(made: Any, methods: Sequence[str], key: str, entry: Mapping[str, Any]) -> None:
-    missing = [name for name in methods if not inspect.iscoroutinefunction(getattr(made, name, None))]
+def _require_methods(instance: Any, methods: Sequence[str], key: str, entry: Mapping[str, Any]) -> None:
+    missing = [name for name in methods if not inspect.iscoroutinefunction(getattr(instance, name, None))]
     if missing:
         raise ValueError(
             f"{key}: {entry['class_name']} must have the methods (async def) {list(methods)}, lacks "
@@ -220,7 +217,9 @@ def _require_methods(made: Any, methods: Sequence[str], key: str, entry: Mapping
 
 
 def read_list(path: str, name: str | None, key: str) -> list[Any]:
-    """The list under ``name`` of a YAML file, or the whole file. Raises ``ValueError`` naming ``key``."""
+    """The list under ``name`` in a YAML file; None: the file is the list. Raises ``ValueError`` naming
+    ``key``.
+    """
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
         tree = yaml.safe_load(text)
@@ -228,8 +227,8 @@ def read_list(path: str, name: str | None, key: str) -> list[Any]:
         raise ValueError(f"{key} must be a YAML file that can be read: {error}") from error
     entries: Any = tree.get(name) if name and isinstance(tree, dict) else tree
     if not isinstance(entries, list):
-        where = f"a list under {name!r}" if name else "a list"
-        raise ValueError(f"{key} must hold {where}, got {str(entries)[:80]!r}.")
+        expected = f"a list under {name!r}" if name else "a list"
+        raise ValueError(f"{key} must hold {expected}, got {str(entries)[:80]!r}.")
     if "${" in text:
         raise ValueError(f"{key} must hold values as they are: ${{...}} is not resolved; write the value.")
     return entries

@@ -1,4 +1,4 @@
-"""verl's agent loops as an environment: its tools and interactions by its own files."""
+"""verl's agent loops as an environment, with the tools and interactions of verl's files."""
 
 import asyncio
 import json
@@ -19,10 +19,10 @@ from verl_rc.rollout.environments.verl_files import (
     load_tools,
     read_list,
 )
-from verl_rc.rollout.tool_environment import ToolCall, parse_hermes, truncated
+from verl_rc.rollout.tool_environment import ToolCall, parse_hermes, truncate_text
 
 _TOOLS, _SINGLE = "tool_agent", "single_turn_agent"
-"""verl's own names in the column ``agent_name``."""
+"""verl's names in the column ``agent_name``."""
 
 
 class VerlLoops(Environment):
@@ -41,7 +41,7 @@ class VerlLoops(Environment):
         """``default_agent_loop``: of rows without a name; None: ``tool_agent``. ``limits``: keys of
         ``multi_turn``.
 
-        Raises ``ValueError`` naming what is wrong in a file, or which limit has no effect.
+        Raises ``ValueError`` naming the fault of a file, or a limit without effect.
         """
         config = MultiTurnConfig(enable=True, **limits)
         if config.tools or config.format != "hermes":
@@ -54,7 +54,7 @@ class VerlLoops(Environment):
         self._loops: dict[str, Callable[[], Environment]] = {
             _TOOLS: lambda: ToolLoop(tools, interactions, config),
             _SINGLE: SingleTurn,
-            **_loops_of_file(agent_loop_config_path),
+            **_configured_loops(agent_loop_config_path),
         }
         self._default = default_agent_loop or _TOOLS
         if self._default not in self._loops:
@@ -64,10 +64,10 @@ class VerlLoops(Environment):
         self._loop: Environment = SingleTurn()
 
     def __repr__(self) -> str:
-        """How messages call it."""
+        """Its name in messages."""
         return repr(self._loop)
 
-    def _begin(self, row: Mapping[str, Any]) -> Environment:
+    def _select_loop(self, row: Mapping[str, Any]) -> Environment:
         name = row.get("agent_name") or self._default
         if name not in self._loops:
             raise EpisodeFailedError(
@@ -79,7 +79,7 @@ class VerlLoops(Environment):
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Opening | None:
         """See ``Environment``."""
-        return await self._begin(row).reset(row, seed)
+        return await self._select_loop(row).reset(row, seed)
 
     async def step(self, turn: Turn) -> Reply:
         """See ``Environment``."""
@@ -91,7 +91,7 @@ class VerlLoops(Environment):
 
     async def restore(self, row: Mapping[str, Any], seed: int, state: bytes) -> None:
         """See ``Environment``."""
-        await self._begin(row).restore(row, seed, state)
+        await self._select_loop(row).restore(row, seed, state)
 
     async def close(self) -> None:
         """See ``Environment``."""
@@ -99,8 +99,8 @@ class VerlLoops(Environment):
 
 
 @cache
-def _loops_of_file(path: str | None) -> Mapping[str, Callable[[], Environment]]:
-    """The environments of ``agent_loop_config_path``. Raises ``ValueError`` where a target is none."""
+def _configured_loops(path: str | None) -> Mapping[str, Callable[[], Environment]]:
+    """The environments of ``agent_loop_config_path``. Raises ``ValueError`` for any other target."""
     if not path:
         return {}
     key = f"agent.agent_loop_config_path={path}"
@@ -108,20 +108,20 @@ def _loops_of_file(path: str | None) -> Mapping[str, Callable[[], Environment]]:
     for entry in read_list(path, None, key):
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or "_target_" not in entry:
             raise ValueError(f"{key}: an entry must have name and _target_, got {str(entry)[:120]!r}.")
-        kind, why = None, "."
+        loop_class, cause = None, "."
         try:
-            kind = import_class(entry["_target_"], key)
+            loop_class = import_class(entry["_target_"], key)
         except ValueError as error:
-            why = f". ({error})"
-        if not isinstance(kind, type) or not issubclass(kind, Environment):
+            cause = f". ({error})"
+        if not isinstance(loop_class, type) or not issubclass(loop_class, Environment):
             raise ValueError(
                 f"{key}: {entry['name']} is {entry['_target_']}, which must be a verl_rc.rollout.environment."
                 "Environment: an AgentLoopBase of verl's drives the engine itself. Write what it answers to "
                 "a turn as an Environment (docs/environments.md), or let it call the chat endpoint as an "
-                f"agent (docs/agents.md){why}"
+                f"agent (docs/agents.md){cause}"
             )
         arguments = {name: value for name, value in entry.items() if name not in ("name", "_target_")}
-        loops[entry["name"]] = partial(kind, **arguments)
+        loops[entry["name"]] = partial(loop_class, **arguments)
     return loops
 
 
@@ -138,14 +138,14 @@ class SingleTurn(Environment):
 
 @dataclass
 class AgentData:
-    """What ``execute`` gets as ``agent_data``: an episode by verl's names, as far as text goes."""
+    """The ``agent_data`` of ``execute``: the text fields of an episode by verl's names."""
 
     messages: list[Message]
-    """The conversation; ``content`` of the policy's turns has their calls."""
+    """The conversation; ``content`` of the policy's turns includes their tool calls."""
     tools_kwargs: Mapping[str, Any]
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     extra_fields: dict[str, Any] = field(default_factory=dict)
-    """For tools to write; the reward function finds what is plain JSON of it in its ``extra_info``."""
+    """Fields that tools write; ``extra_info`` of the reward function has those that are plain JSON."""
     turn_scores: list[float] = field(default_factory=list)
     tool_rewards: list[float] = field(default_factory=list)
     assistant_turns: int = 0
@@ -153,11 +153,11 @@ class AgentData:
 
 
 class ToolLoop(Environment):
-    """verl's ``tool_agent``: a turn's calls are answered by tools; a turn without calls by the row's
-    interaction, else it ends the episode.
+    """verl's ``tool_agent``: tools answer the calls of a turn; the row's interaction answers a turn without
+    calls, or else the turn ends the episode.
 
-    Rewards of tools and scores of interactions are the rewards of turns, and reach the reward function as
-    ``tool_rewards`` and ``turn_scores`` of ``extra_info``.
+    Rewards of tools and scores of interactions are the rewards of turns; ``extra_info`` of the reward
+    function has them as ``tool_rewards`` and ``turn_scores``.
     """
 
     def __init__(
@@ -170,18 +170,18 @@ class ToolLoop(Environment):
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Opening | None:
         """See ``Environment``. Raises ``EpisodeFailedError`` when the row lacks its interaction."""
-        self._take(row)
+        self._read_row(row)
         schemas = [tool.schema for tool in self._tools.values()]
         return Opening(row["prompt"], schemas) if schemas else None
 
-    def _take(self, row: Mapping[str, Any]) -> None:
-        facts = row.get("extra_info") or {}
-        if selection := facts.get("tool_selection"):
+    def _read_row(self, row: Mapping[str, Any]) -> None:
+        extra_info = row.get("extra_info") or {}
+        if selection := extra_info.get("tool_selection"):
             self._tools = {name: self._tools[name] for name in selection if name in self._tools}
-        self._data = AgentData(list(row["prompt"]), facts.get("tools_kwargs") or {})
+        self._data = AgentData(list(row["prompt"]), extra_info.get("tools_kwargs") or {})
         if not self._interactions:
             return
-        self._interaction_kwargs = facts.get("interaction_kwargs") or {}
+        self._interaction_kwargs = extra_info.get("interaction_kwargs") or {}
         name = str(self._interaction_kwargs.get("name"))
         if name not in self._interactions:
             raise EpisodeFailedError(
@@ -193,15 +193,15 @@ class ToolLoop(Environment):
     async def step(self, turn: Turn) -> Reply:
         """See ``Environment``."""
         data, limits = self._data, self._limits
-        if not turn.token_ids:  # a limit has ended the episode behind the last turn
-            return Reply(done=True, extra_info=self._facts())
+        if not turn.token_ids:  # a limit has ended the episode after the last turn
+            return Reply(done=True, extra_info=self._reward_info())
         data.assistant_turns = turn.number + 1
         data.messages.append({"role": "assistant", "content": turn.text})
         calls = [call for call in parse_hermes(turn.text) if isinstance(call, ToolCall)]
-        asks = bool(calls) or self._interaction is not None
+        expects_reply = bool(calls) or self._interaction is not None
         at_limit = turn.number + 1 == limits.max_assistant_turns or turn.number == limits.max_user_turns
-        if not turn.stopped or at_limit or not asks:
-            return Reply(done=True, truncated=asks and at_limit, extra_info=self._facts())
+        if not turn.stopped or at_limit or not expects_reply:
+            return Reply(done=True, truncated=expects_reply and at_limit, extra_info=self._reward_info())
         data.user_turns = turn.number + 1
         if calls:
             return await self._answer(calls[: limits.max_parallel_calls])
@@ -210,27 +210,27 @@ class ToolLoop(Environment):
     async def _answer(self, calls: list[ToolCall]) -> Reply:
         answers = await asyncio.gather(*map(self._call, calls))
         limit, side = self._limits.max_tool_response_length, self._limits.tool_response_truncate_side
-        messages = [{"role": "tool", "content": truncated(text, limit, side)} for text, _, _ in answers]
+        messages = [{"role": "tool", "content": truncate_text(text, limit, side)} for text, _, _ in answers]
         rewards = [reward for _, reward, _ in answers if reward is not None]
         self._data.messages += messages
         self._data.tool_rewards += rewards
         metrics = {TOOL_CALLS: float(len(calls)), "tool_errors": float(sum(failed for *_, failed in answers))}
-        return Reply(messages, math.fsum(rewards), metrics=metrics, extra_info=self._facts())
+        return Reply(messages, math.fsum(rewards), metrics=metrics, extra_info=self._reward_info())
 
     async def _call(self, call: ToolCall) -> tuple[str, float | None, bool]:
-        """What the policy reads, the reward, and whether the tool raised."""
+        """The tool's answer, its reward, and whether it raised."""
         tool = self._tools.get(call.name)
         if tool is None:
             return f"error: the tools are {json.dumps(sorted(self._tools))}", 0.0, False
         kwargs = (self._data.tools_kwargs.get(call.name) or {}).get("create_kwargs") or {}
-        answering = tool.call(call.arguments, kwargs, self._data)
-        (outcome,) = await asyncio.gather(answering, return_exceptions=True)
+        execution = tool.call(call.arguments, kwargs, self._data)
+        (outcome,) = await asyncio.gather(execution, return_exceptions=True)
         if isinstance(outcome, BaseException):  # which the policy reads, as in verl
             return f"error: {call.name} failed: {outcome}", 0.0, True
         response, reward = outcome
         text = getattr(response, "text", response) or ""
-        pictures = getattr(response, "image", None) or getattr(response, "video", None)
-        if pictures or not isinstance(text, str):
+        media = getattr(response, "image", None) or getattr(response, "video", None)
+        if media or not isinstance(text, str):
             raise EpisodeFailedError(
                 f"the tool {call.name!r} must answer with text alone, got {response!r:.200}."
             )
@@ -250,35 +250,37 @@ class ToolLoop(Environment):
             data.turn_scores.append(float(score))
         metrics = {} if score is None else {"turn_score": float(score)}
         messages = [] if is_done else [message]
-        return Reply(messages, float(score or 0), bool(is_done), metrics=metrics, extra_info=self._facts())
+        return Reply(
+            messages, float(score or 0), bool(is_done), metrics=metrics, extra_info=self._reward_info()
+        )
 
-    def _facts(self) -> dict[str, Any]:
-        """What the reward function gets."""
+    def _reward_info(self) -> dict[str, Any]:
+        """``extra_info`` of the reward function."""
         data = self._data
         plain = {name: value for name, value in data.extra_fields.items() if _is_plain(value)}
         return {**plain, "turn_scores": list(data.turn_scores), "tool_rewards": list(data.tool_rewards)}
 
     async def state(self) -> bytes | None:
-        """Tools hold nothing between calls but what they write into ``extra_fields``; where that is no plain
-        JSON, and with an interaction, the turns are played again."""
-        facts = vars(self._data)
-        if self._interaction is not None or not _is_plain(facts):
+        """See ``Environment``. The state of tools is ``extra_fields``; with an interaction, or where that is
+        no plain JSON, the turns are replayed."""
+        fields = vars(self._data)
+        if self._interaction is not None or not _is_plain(fields):
             return None
-        return json.dumps(facts).encode()
+        return json.dumps(fields).encode()
 
     async def restore(self, row: Mapping[str, Any], seed: int, state: bytes) -> None:
         """See ``Environment``."""
-        self._take(row)
+        self._read_row(row)
         self._data = AgentData(**json.loads(state))
 
     async def close(self) -> None:
-        """Let the interaction free what it holds; verl never does, so it may have no such method."""
+        """Let the interaction free its resources; verl never does, so the method is optional."""
         if self._has_started and hasattr(self._interaction, "finalize_interaction"):
             await self._interaction.finalize_interaction(self._data.request_id)
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value comes back from JSON as it was."""
+    """Whether JSON preserves a value."""
     try:
         return bool(json.loads(json.dumps(value)) == value)
     except (TypeError, ValueError, RecursionError):

@@ -1,7 +1,6 @@
-"""An engine that keeps what every operation of its model computed, token by token."""
+"""An engine that captures the output of every operation of its model, token by token."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,14 +25,8 @@ from verl_rc.rollout.vllm.options import VllmOptions
 _SEED = 1000
 
 
-@dataclass
-class _Rows:
-    """Where the rows of the forward pass that is running belong."""
-
-    places: list[tuple[str, int, bool]] = field(default_factory=list)
-    """Request, position, and whether it is decoding, of each row."""
-    ends: list[tuple[str, int, bool]] = field(default_factory=list)
-    """Those of the rows that are sampled from."""
+_Token = tuple[str, int, bool]
+"""Request, position, and whether it is decoded (else prefilled)."""
 
 
 class CapturingEngine:
@@ -43,33 +36,37 @@ class CapturingEngine:
         """Build the engine with the weights of ``options.model_path``."""
         self._llm = build_llm(options, logprobs_mode="processed_logprobs")
         self._runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        self._now = _Rows()
-        self._kept: dict[str, dict[tuple[str, int, bool], Tensor]] = {}
+        self._tokens: list[_Token] = []
+        """Token of each row of the current forward pass."""
+        self._sampled: list[_Token] = []
+        """Token of each row of its logits."""
+        self._captured: dict[str, dict[_Token, Tensor]] = {}
         model = self._runner.model
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_pre_hook(self._begin_pass, with_kwargs=True)
         for name, module in model.named_modules():
             if name.endswith(KEPT_MODULES):
-                module.register_forward_hook(self._keeper(name), with_kwargs=True)
-            # Activations are one module for all layers of some models: the next one's input says whose.
+                module.register_forward_hook(self._output_hook(name), with_kwargs=True)
+            # Some models have one activation module for all layers: the input of the next module is its
+            # output.
             if name.endswith(DOWN):
-                module.register_forward_pre_hook(self._input_keeper(name.removesuffix(DOWN) + ACTIVATION))
+                module.register_forward_pre_hook(self._input_hook(name.removesuffix(DOWN) + ACTIVATION))
             elif name.endswith(FIRST_LAYER):
                 module.register_forward_pre_hook(
-                    self._input_keeper(name.removesuffix(FIRST_LAYER) + EMBEDDING, place=1)
+                    self._input_hook(name.removesuffix(FIRST_LAYER) + EMBEDDING, argument=1)
                 )
         compute_logits = model.compute_logits
 
-        def keep_logits(hidden: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        def capture_logits(hidden: Tensor, *arguments: Any, **options: Any) -> Tensor:
             logits: Tensor = compute_logits(hidden, *arguments, **options)
-            self._keep(HEAD, logits, self._now.ends)
+            self._capture(HEAD, logits, self._sampled)
             return logits
 
-        model.compute_logits = keep_logits
+        model.compute_logits = capture_logits
 
     def sample(self, prompts: Sequence[Sequence[int]], num_tokens: int, file: str) -> int:
-        """Sample a response to each prompt and write what was computed to ``file``; the cache of prefixes is
-        kept from before. Returns how many tokens of prompts came from it."""
-        self._kept = {}
+        """Sample a response to each prompt and write the captured values to ``file``; returns the number of
+        prompt tokens from the prefix cache, which is kept between calls."""
+        self._captured = {}
         parameters = [
             SamplingParams(
                 seed=_SEED + row,
@@ -83,51 +80,51 @@ class CapturingEngine:
         ]
         inputs = [tokens_input(list(prompt)) for prompt in prompts]
         outputs = self._llm.generate(inputs, parameters, use_tqdm=False)
-        # vLLM's worker has a request's name with a suffix.
+        # In vLLM's worker the name of a request has a suffix.
         rows = {output.request_id.partition("-")[0]: row for row, output in enumerate(outputs)}
-        kept = {
+        captured = {
             name: {
                 (rows[request.partition("-")[0]], position, decodes): values
-                for (request, position, decodes), values in of_name.items()
+                for (request, position, decodes), values in values_by_token.items()
             }
-            for name, of_name in self._kept.items()
+            for name, values_by_token in self._captured.items()
         }
         torch.save(
             {
                 "responses": [list(output.outputs[0].token_ids) for output in outputs],
                 "log_probs": [list(output.outputs[0].logprobs.logprobs) for output in outputs],
                 "kept": {
-                    name: (list(of_name), torch.stack(list(of_name.values())))
-                    for name, of_name in kept.items()
+                    name: (list(values_by_token), torch.stack(list(values_by_token.values())))
+                    for name, values_by_token in captured.items()
                 },
             },
             file,
         )
         return sum(output.num_cached_tokens or 0 for output in outputs)
 
-    def _begin(self, model: nn.Module, _: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+    def _begin_pass(self, model: nn.Module, _: tuple[Any, ...], inputs: dict[str, Any]) -> None:
         batch, positions = self._runner.input_batch, inputs["positions"].tolist()
         starts = self._runner.query_start_loc.cpu[: batch.num_reqs + 1].tolist()
-        self._now = _Rows()
+        self._tokens, self._sampled = [], []
         for request, first, end in zip(batch.req_ids, starts[:-1], starts[1:], strict=False):
-            self._now.places += [(request, positions[row], end - first == 1) for row in range(first, end)]
-            self._now.ends.append(self._now.places[-1])
+            self._tokens += [(request, positions[row], end - first == 1) for row in range(first, end)]
+            self._sampled.append(self._tokens[-1])
 
-    def _input_keeper(self, name: str, place: int = 0) -> Any:
-        return lambda module, inputs: self._keep(name, inputs[place], self._now.places)
+    def _input_hook(self, name: str, argument: int = 0) -> Any:
+        return lambda module, inputs: self._capture(name, inputs[argument], self._tokens)
 
-    def _keeper(self, name: str) -> Any:
-        def keep(module: nn.Module, inputs: tuple[Any, ...], _: dict[str, Any], output: Any) -> None:
+    def _output_hook(self, name: str) -> Any:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], _: dict[str, Any], output: Any) -> None:
             if name.endswith(ATTENTION):
                 rotated = torch.cat([part.flatten(1) for part in inputs[:2]], -1)
-                self._keep(name.removesuffix(ATTENTION) + ROTARY, rotated, self._now.places)
+                self._capture(name.removesuffix(ATTENTION) + ROTARY, rotated, self._tokens)
             elif isinstance(output, tuple) and isinstance(output[1], Tensor):
-                self._keep(name + RESIDUAL, output[1], self._now.places)
+                self._capture(name + RESIDUAL, output[1], self._tokens)
             values = output[0] if isinstance(output, tuple) else output
-            self._keep(name, values, self._now.places)
+            self._capture(name, values, self._tokens)
 
-        return keep
+        return hook
 
-    def _keep(self, name: str, values: Tensor, places: Sequence[tuple[str, int, bool]]) -> None:
-        rows = values[: len(places)].reshape(len(places), -1).clone()
-        self._kept.setdefault(name, {}).update(zip(places, rows, strict=True))
+    def _capture(self, name: str, values: Tensor, tokens: Sequence[_Token]) -> None:
+        rows = values[: len(tokens)].reshape(len(tokens), -1).clone()
+        self._captured.setdefault(name, {}).update(zip(tokens, rows, strict=True))

@@ -25,20 +25,20 @@ class VllmEngine(Engine):
     """Samples responses and takes weight updates. Lives alone in its process: vLLM owns the process's
     threads.
 
-    Methods may be called from any thread: only the thread of ``StepLoop`` calls vLLM. What an update does to
-    running samples is ``VllmOptions.on_update``. Sleep waits until every response requested before has
-    ended; later ones wait for it.
+    Methods may be called from any thread: only the thread of ``StepLoop`` calls vLLM.
+    ``VllmOptions.on_update`` says what an update does to running samples. Sleep waits until every response
+    requested before has ended; later ones wait for it.
     """
 
     def __init__(self, options: VllmOptions) -> None:
         """Build the engine; weights come with the first update."""
         self._options = options
-        self._can_sleep = bool(options.arguments.get("enable_sleep_mode", False))
+        self._can_sleep: bool = options.arguments.get("enable_sleep_mode", False)
         self._box: Box = []
         self._interrupted = Interrupted([])
-        """What the last update interrupted."""
-        self._paused_at = 0.0
-        """When the last update began, ``time.perf_counter`` seconds."""
+        """Samples that the last update interrupted."""
+        self._update_start = 0.0
+        """Start of the last update, ``time.perf_counter`` seconds."""
         self._loop = StepLoop(
             partial(VllmSampler, options), options.max_concurrent, in_lockstep=options.deterministic
         )
@@ -53,15 +53,13 @@ class VllmEngine(Engine):
         return self._loop.call(lambda sampler: sampler.facts())
 
     def join_transfer(self, address: TransferAddress, first_rank: int, backend: str) -> None:
-        """Join the weight-transfer group, this engine's workers from ``first_rank`` on; blocks until every
-        member has come."""
-        mine = receiver.ReceiverAddress(address, first_rank, backend)
-        # The next update follows, also where one that is staged waits for samples.
-        self._loop.post(lambda sampler: sampler.join_transfer(mine), overtakes=True).result()
+        """See ``Engine``."""
+        receiver_address = receiver.ReceiverAddress(address, first_rank, backend)
+        # Before a staged update that waits for samples: the next update needs the group.
+        self._loop.post(lambda sampler: sampler.join_transfer(receiver_address), overtakes=True).result()
 
     def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> list[LoadReceipt]:
-        """Receive a broadcast weight update as ``version`` and reset the prefix cache; returns a receipt per
-        worker."""
+        """See ``Engine``. The prefix cache is reset, too."""
         if self._options.stages_updates:
             self.stage_weights(manifest, bucket_bytes)
             self.load_staged(version)
@@ -71,20 +69,12 @@ class VllmEngine(Engine):
         return self.finish_update(version)
 
     def stage_weights(self, manifest: Manifest, bucket_bytes: int) -> None:
-        """Receive a broadcast weight update beside the samples that run, and keep it aside for
-        ``load_staged``."""
-        receiver_of_worker = self._loop.post(
-            lambda sampler: sampler.weight_receiver(), overtakes=True
-        ).result()
-        # In this thread, while that of the loop goes on stepping.
-        self._staged = receiver_of_worker.stage(manifest, bucket_bytes)
+        """See ``Engine``. It is received in the calling thread, while the loop's thread makes steps."""
+        weight_receiver = self._loop.post(lambda sampler: sampler.weight_receiver(), overtakes=True).result()
+        self._staged = weight_receiver.stage(manifest, bucket_bytes)
 
     def load_staged(self, version: int) -> None:
-        """Load what ``stage_weights`` received last as ``version``, as soon as an update may begin. Returns
-        at once.
-
-        What is submitted later is sampled with it.
-        """
+        """See ``Engine``. Samples that are submitted later are sampled with these weights."""
         staged, self._staged = self._staged, []
 
         def load(sampler: VllmSampler) -> list[LoadReceipt]:
@@ -95,33 +85,28 @@ class VllmEngine(Engine):
         self._loaded = self._loop.post(load, after=self._update_waits_for, hold="update", release="update")
 
     def loaded(self) -> list[LoadReceipt] | None:
-        """A receipt per worker of the last ``load_staged``; None: it is still to come."""
+        """See ``Engine``."""
         return self._loaded.result() if self._loaded.done() else None
 
     def device_keys(self) -> list[str]:
-        """The device of each worker, named as trainer ranks name theirs."""
+        """See ``Engine``."""
         return self._loop.call(lambda sampler: sampler.device_keys())
 
     def begin_update(self) -> None:
-        """Make the model loadable; every bucket of the update follows, then ``finish_update``. Sampling
-        pauses.
-
-        Running samples are dealt with as ``VllmOptions.on_update`` says; with ``deterministic_steps`` once
-        these are made.
-        """
+        """See ``Engine``. ``VllmOptions.on_update`` decides about running samples; with
+        ``deterministic_steps`` the update begins after these steps."""
         self._loop.call(self._begin, after=self._update_waits_for, hold="update")
 
     def load_bucket(self, handle: BucketHandle) -> None:
-        """Load one lent bucket; its lender may take the memory back when this returns."""
+        """See ``Engine``."""
         self._loop.call(lambda sampler: sampler.load(handle))
 
     def finish_update(self, version: int) -> list[LoadReceipt]:
-        """End the update as ``version`` and reset the prefix cache; returns a receipt per worker."""
+        """See ``Engine``. The prefix cache is reset, too."""
         return self._loop.call(lambda sampler: self._finish(sampler, version), release="update")
 
     def abandon_update(self) -> None:
-        """Close an update that broke off. Sampling pauses until another one is finished, because the weights
-        are a mixture."""
+        """See ``Engine``: the weights are a mixture of two versions."""
         self._loop.call(lambda sampler: sampler.finish_update(UNKNOWN))
 
     @property
@@ -129,21 +114,18 @@ class VllmEngine(Engine):
         return "all" if self._options.on_update == "finish" or self._options.deterministic else "priority"
 
     def interrupted(self) -> Interrupted:
-        """What the last update did to samples that were submitted."""
+        """See ``Engine``."""
         return self._interrupted
 
     def resume(self) -> None:
-        """Make ``VllmOptions.deterministic_steps`` steps with the weights that the engine holds, if that is
-        given.
-
-        Without this call submitted samples wait after an update, and after these steps until the next update.
-        """
+        """See ``Engine``. A deterministic engine makes ``VllmOptions.deterministic_steps`` steps; submitted
+        samples then wait for the next update."""
         steps = self._options.deterministic_steps
         if steps is not None:
             self._loop.call(lambda _: self._loop.limit(steps))
 
     def finish(self, numbers: Sequence[int]) -> None:
-        """Sample these to their end, beyond ``deterministic_steps`` too."""
+        """See ``Engine``. ``deterministic_steps`` does not limit these samples."""
         self._loop.call(lambda _: self._loop.require(numbers))
 
     def activity(self) -> list[tuple[float, float]]:
@@ -151,81 +133,68 @@ class VllmEngine(Engine):
         return self._loop.call(lambda _: self._loop.take_activity())
 
     def sleep(self) -> bool:
-        """Free the memory of weights and KV cache, so that a trainer on the same device can use it.
-
-        The weights are lost: ``wake_up(["weights"])``, a whole update and ``wake_up(["kv_cache"])`` must come
-        before the next sample. Returns False, having done nothing, for an engine built without
-        ``enable_sleep_mode`` (vLLM refuses that argument on a CPU).
-        """
+        """See ``Engine``. An engine without ``enable_sleep_mode``, which vLLM refuses on a CPU, cannot
+        sleep."""
         if self._can_sleep:
             self._loop.call(lambda sampler: sampler.sleep(), after="all", hold="memory")
         return self._can_sleep
 
     def wake_up(self, tags: Sequence[MemoryTag]) -> bool:
-        """Take the memory of ``tags`` again, its contents undefined; False, having done nothing, if it cannot
-        sleep."""
+        """See ``Engine``."""
         if self._can_sleep:
-            last = "memory" if "kv_cache" in tags else ""
-            self._loop.call(lambda sampler: sampler.wake_up(tags), release=last)
+            release = "memory" if "kv_cache" in tags else ""
+            self._loop.call(lambda sampler: sampler.wake_up(tags), release=release)
         return self._can_sleep
 
-    def reset_prefix_cache(self) -> None:
-        """Drop cached prefixes."""
-        self._loop.call(lambda sampler: sampler.reset_prefix_cache())
-
     def submit(self, samples: Sequence[QueuedSample]) -> None:
-        """Queue samples and return at once. ``collect`` returns their responses."""
+        """See ``Engine``."""
         self._loop.submit(samples, self._box)
 
     def cancel(self, numbers: Sequence[int]) -> None:
-        """Stop sampling these, begun or not; ``collect`` still returns those that have ended."""
-        # An update that waits for these must not hold their end back.
+        """See ``Engine``."""
+        # Before an update that waits for these samples.
         self._loop.post(lambda sampler: self._loop.cancel(sampler, numbers), overtakes=True).result()
 
     def collect(self, at_least: int = 1, wait_seconds: float | None = None) -> Collected:
-        """Submitted samples that have ended, once there are ``at_least`` so many or ``wait_seconds`` are over
-        (None: no limit).
-
-        Raises ``ValueError`` naming the request when a sampled token came back without a finite log-prob.
-        """
+        """See ``Engine``. Raises ``ValueError`` naming the request when a sampled token came back without a
+        finite log-prob."""
         return _collected(self._loop.take(self._box, at_least, wait_seconds))
 
     def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
-        """Sample one response per request, in order, with priority over submitted samples that have not
-        begun.
-
-        Raises like ``collect``, and ``EpisodeFailedError`` when an environment failed.
-        """
+        """See ``Engine``. Raises ``ValueError`` like ``collect``."""
         box: Box = []
-        self._loop.submit(
-            [QueuedSample(row, request, options, ahead=True) for row, request in enumerate(requests)], box
-        )
+        samples = [
+            QueuedSample(row, request, options, has_priority=True) for row, request in enumerate(requests)
+        ]
+        self._loop.submit(samples, box)
         collected = _collected(self._loop.take(box, at_least=len(requests)))
-        for why in collected.failures.values():
-            raise EpisodeFailedError(why)
+        for message in collected.failures.values():
+            raise EpisodeFailedError(message)
         return sorted(collected.samples, key=attrgetter("number"))
 
-    # in the thread of the loop
+    # in the loop's thread
 
     def _begin(self, sampler: VllmSampler) -> None:
-        self._paused_at = time.perf_counter()
+        self._update_start = time.perf_counter()
         if self._options.deterministic_steps is not None:
             self._loop.limit(0)
         cut = self._loop.cut(sampler) if self._options.on_update == "recompute" else []
         so_far: dict[int, Sample] = dict(self._loop.so_far(sampler))
-        again = sum(len(one.request.prompt_token_ids) + num_tokens(so_far[one.number].parts) for one in cut)
-        self._interrupted = Interrupted(list(so_far.values()), recomputed_tokens=again)
+        recomputed_tokens = sum(
+            len(queued.request.prompt_token_ids) + num_tokens(so_far[queued.number].parts) for queued in cut
+        )
+        self._interrupted = Interrupted(list(so_far.values()), recomputed_tokens=recomputed_tokens)
         sampler.begin_update()
 
     def _finish(self, sampler: VllmSampler, version: int) -> list[LoadReceipt]:
         sampler.finish_update(version)
         receipts = sampler.receipts()
-        self._interrupted = replace(self._interrupted, pause_seconds=time.perf_counter() - self._paused_at)
+        self._interrupted = replace(self._interrupted, pause_seconds=time.perf_counter() - self._update_start)
         return receipts
 
 
 def _collected(ended: Box) -> Collected:
-    """Raise what came in the place of a sample, but for environments that failed."""
+    """Samples and failures of a box. Raises any other exception that came in the place of a sample."""
     samples, failures = list[Sample](), dict[int, str]()
     for number, outcome in ended:
         if isinstance(outcome, EpisodeFailedError):

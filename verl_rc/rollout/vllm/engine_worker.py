@@ -7,7 +7,11 @@ from torch import Tensor
 from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS, ChannelWiseTorchFP8ScaledMMLinearKernel
 from vllm.platforms import PlatformEnum, current_platform
 
-from verl_rc.rollout.vllm.adapters import apply_adapter, multiply_by_one_adapter, wrap_linear_layers_alone
+from verl_rc.rollout.vllm.adapters import (
+    apply_adapter,
+    limit_adapters_to_linear_layers,
+    use_single_adapter_product,
+)
 from verl_rc.rollout.vllm.expert_weights import pack_experts_after_updates
 from verl_rc.rollout.vllm.float32_head import keep_float32_heads
 from verl_rc.rollout.vllm.fp8_products import IMPLEMENTATIONS, time_fp8_products
@@ -39,16 +43,16 @@ class EngineWorkerExtension:
     weight_transfer_engine: WeightReceiver
 
     def weight_sync_receipt(self) -> LoadReceipt:
-        """That of the last update."""
+        """The receipt of the last update."""
         engine = self.weight_transfer_engine
         return LoadReceipt(engine.digests, sorted(engine.expected - engine.loaded))
 
     def weight_sync_device(self) -> str:
-        """Key of this worker's device, as trainer ranks name theirs."""
+        """Key of this worker's device, as of trainer ranks."""
         return device_key(self.weight_transfer_engine.device)
 
     def apply_adapter(self) -> None:
-        """Compute with the adapter that the last update brought. Raises ``RuntimeError``."""
+        """Apply the adapter of the last update. Raises ``RuntimeError``."""
         apply_adapter(self.model_runner.lora_manager._adapter_manager, self.weight_transfer_engine.adapter)
 
     def unlink_shared_memory(self) -> None:
@@ -56,21 +60,21 @@ class EngineWorkerExtension:
         unlink_shared_memory()
 
     def fp8_products(self) -> str | None:
-        """How this worker computes fp8 products; None when no layer uses them."""
+        """The implementation of fp8 products; None when no layer has any."""
         return time_fp8_products().describe() if time_fp8_products.cache_info().currsize else None
 
 
-# vLLM takes the first kernel of this list that fits, and its function to register one appends. The
-# module is imported before the worker builds its model.
+# vLLM takes the first suitable kernel of this list; its function to register one appends. The worker imports
+# this module before it builds its model.
 kernels = _POSSIBLE_FP8_KERNELS[PlatformEnum.CPU]
 kernels[kernels.index(ChannelWiseTorchFP8ScaledMMLinearKernel)] = MeasuredFp8Kernel
 keep_float32_heads()
-wrap_linear_layers_alone()
-multiply_by_one_adapter()
+limit_adapters_to_linear_layers()
+use_single_adapter_product()
 if current_platform.is_cpu():
     pack_experts_after_updates()
-    # vLLM's attention uses AMX, which Linux allows to processes that have asked. oneDNN asks, unless
-    # ONEDNN_MAX_CPU_ISA holds it below AMX.
+    # vLLM's attention uses AMX, which a process must request from Linux. oneDNN requests it, unless
+    # ONEDNN_MAX_CPU_ISA excludes AMX.
     torch.cpu._init_amx()
     from verl_rc.rollout.vllm.routed_experts import return_experts_on_a_cpu  # internals of a CPU build
 

@@ -1,7 +1,7 @@
-"""Weights of experts on a CPU, packed again after every update.
+"""Weights of experts on a CPU, packed after every update.
 
-vLLM 0.32 packs them for its kernel when it loads them first. An update writes what was packed over with plain
-weights, and the kernel reads those as packed: log-probs are off by nats, with every digest equal.
+vLLM 0.32 packs them for its kernel only after the first load. An update overwrites them with plain weights,
+which the kernel reads as packed ones: log-probs are off by nats, although every digest is equal.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ _PARAMETERS = ["self", "layer", "w13", "w2"]
 
 
 def _setup_kernel(method: UnquantizedFusedMoEMethod, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
-    """As vLLM's method, and what it does after a first load also after others."""
+    """Call vLLM's method, and after an update pack the weights as vLLM does after the first load."""
     is_update = method.moe_kernel is not None
     _setup_of_vllm(method, layer, w13, w2)
     if is_update:

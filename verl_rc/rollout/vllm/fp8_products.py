@@ -1,11 +1,11 @@
-"""What fp8 can do on a CPU: which implementation of its products is fast here, measured; and whether a cache
-in it works.
+"""fp8 on a CPU: the fastest implementation of its matrix products, by measurement, and support of an fp8 KV
+cache.
 
-vLLM's fp8 linear layers end in ``torch._scaled_mm`` on a CPU. PyTorch 2.13 gives that call to oneDNN on every
-CPU with AMX int8, but oneDNN has an fp8 kernel only from AMX fp16 on; without one it runs its reference
-implementation, thousands of times slower. PyTorch's own emulation (both matrices in float32, one float32
-product) is what CPUs without AMX get; it is within a factor of two of scaling by rows, PyTorch's third way,
-which therefore is not used. A CPU's name does not tell which of these it has.
+vLLM's fp8 linear layers call ``torch._scaled_mm`` on a CPU. PyTorch 2.13 passes that call to oneDNN on every
+CPU with AMX int8, but oneDNN has an fp8 kernel only for AMX fp16; otherwise it runs its reference
+implementation, thousands of times slower. On CPUs without AMX, PyTorch emulates the product: both matrices in
+float32, one float32 product. Its third implementation, scaling by rows, is not used: it is at most twice as
+fast as the emulation. The name of a CPU does not say which implementation it has.
 """
 
 import time
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 SLOWEST_RATIO = 20.0
-"""How many times longer than a product of bf16 matrices an fp8 product may take."""
-_PREFERENCE = 3.0
-"""PyTorch's choice is kept unless another way is this many times faster: its numbers must not change with a
-noisy measurement."""
+"""Largest time of an fp8 product over that of a bf16 product."""
+_MIN_SPEEDUP = 3.0
+"""PyTorch's choice is kept unless another implementation is this many times faster: numbers must not depend
+on a noisy measurement."""
 _ROWS, _INNER, _COLUMNS = 128, 128, 256
 """Large enough to distinguish the implementations; 0.8 s in oneDNN's reference implementation."""
 _REPETITIONS = 20
-_ENOUGH_SECONDS = 1.0
+_MAX_SECONDS = 1.0
 
 IMPLEMENTATIONS: Mapping[str, Callable[[], AbstractContextManager[object]]] = {
     "PyTorch's choice": nullcontext,
@@ -36,7 +36,7 @@ IMPLEMENTATIONS: Mapping[str, Callable[[], AbstractContextManager[object]]] = {
 
 
 class SlowFp8Error(ValueError):
-    """No way of computing fp8 products is fast enough on this CPU."""
+    """No implementation of fp8 products is fast enough on this CPU."""
 
     must = f"an fp8 product must take at most {SLOWEST_RATIO:.0f} times as long as a bf16 product on this CPU"
     remedy = (
@@ -51,12 +51,12 @@ class NoFp8CacheError(ValueError):
 
 @dataclass(frozen=True)
 class Fp8Timings:
-    """Milliseconds of one small product with each implementation."""
+    """Times of one small product, milliseconds."""
 
     bf16: float
-    """Milliseconds of the same product of bf16 matrices."""
+    """Of bf16 matrices."""
     fp8: Mapping[str, float]
-    """Milliseconds by names of ``IMPLEMENTATIONS``; infinite where the CPU cannot do it that way."""
+    """Of fp8 matrices, by names of ``IMPLEMENTATIONS``; infinite where the CPU lacks the implementation."""
 
     @property
     def implementation(self) -> str:
@@ -64,7 +64,7 @@ class Fp8Timings:
         fastest = min(self.fp8.values())
         if fastest > SLOWEST_RATIO * self.bf16:
             raise SlowFp8Error(f"{SlowFp8Error.must}, got {self.times()}; {SlowFp8Error.remedy}.")
-        return next(way for way, milliseconds in self.fp8.items() if milliseconds <= _PREFERENCE * fastest)
+        return next(name for name, milliseconds in self.fp8.items() if milliseconds <= _MIN_SPEEDUP * fastest)
 
     def describe(self) -> str:
         """The chosen implementation and its times, as text."""
@@ -74,10 +74,10 @@ class Fp8Timings:
         """The times as text."""
         shape = f"{_ROWS} x {_INNER} x {_COLUMNS}"
         times = {**self.fp8, "bf16": self.bf16}
-        shown = (
-            f"{way} {f'{time:.2f} ms' if isfinite(time) else 'impossible'}" for way, time in times.items()
+        entries = (
+            f"{name} {f'{time:.2f} ms' if isfinite(time) else 'impossible'}" for name, time in times.items()
         )
-        return f"{shape} product: {', '.join(shown)}"
+        return f"{shape} product: {', '.join(entries)}"
 
 
 @cache
@@ -91,30 +91,29 @@ def time_fp8_products() -> Fp8Timings:
     bf16 = _milliseconds(lambda: left_bf16 @ right_bf16.t())
     left_fp8, right_fp8 = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn)
     times = {}
-    for way, context in IMPLEMENTATIONS.items():
+    for name, context in IMPLEMENTATIONS.items():
         with context():
-            times[way] = _milliseconds(lambda: _product(left_fp8, right_fp8))
+            times[name] = _milliseconds(lambda: _product(left_fp8, right_fp8))
     return Fp8Timings(bf16, times)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """Compute the product as vLLM's ``ChannelWiseTorchFP8ScaledMMLinearKernel`` calls it."""
-    one = torch.ones(1, dtype=torch.float32)  # while vLLM builds a model, its precision is the default
-    return torch._scaled_mm(left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+    scale = torch.ones(1, dtype=torch.float32)  # while vLLM builds a model, its precision is the default
+    return torch._scaled_mm(left, right.t(), scale_a=scale, scale_b=scale, out_dtype=torch.float32)
 
 
 def _milliseconds(compute: Callable[[], Tensor]) -> float:
-    """The shortest of some calls, so that other programs do not count; infinite when the call is not
-    possible."""
-    shortest, started = inf, time.perf_counter()
+    """The shortest of some calls, which other programs disturb least; infinite when the call fails."""
+    shortest, first_start = inf, time.perf_counter()
     try:
         for repetition in range(_REPETITIONS):
-            before = time.perf_counter()
+            start = time.perf_counter()
             compute()
-            after = time.perf_counter()
-            shortest = min(shortest, after - before)
+            end = time.perf_counter()
+            shortest = min(shortest, end - start)
             # One repetition at least: the first call includes what oneDNN compiles.
-            if repetition and after - started > _ENOUGH_SECONDS:
+            if repetition and end - first_start > _MAX_SECONDS:
                 break
     except RuntimeError:  # oneDNN: "could not create a primitive descriptor"
         return inf

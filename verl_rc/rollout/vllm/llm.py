@@ -9,9 +9,9 @@ from verl_rc.rollout.vllm.options import VllmOptions
 
 
 def build_llm(options: VllmOptions, **further: Any) -> LLM:
-    """Build it with ``further`` keyword arguments.
+    """Build the engine with ``further`` keyword arguments.
 
-    Raises ``InexactError`` where exact mode does not fit this vLLM.
+    Raises ``InexactError`` when this vLLM does not support exact mode.
     """
     if options.exact:
         of_this_device("engine").compute_alike()

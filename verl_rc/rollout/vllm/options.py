@@ -10,14 +10,15 @@ from verl_rc.rollout.environment_host import Hosts
 from verl_rc.rollout.sampling import ConversationOptions
 
 OnUpdate = Literal["finish", "recompute", "keep"]
-"""What a weight update does to running samples: it waits for their end; or they go on with the new weights,
-after their tokens so far are computed again, or behind the KV cache of the old weights. Samples with priority
-always end first."""
+"""Effect of a weight update on running samples: it waits for their end; or they continue with the new
+weights, with their KV cache recomputed, or with the KV cache of the old weights. Samples with priority always
+end first.
+"""
 
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """How the engine is built, see ``EngineOptions``."""
+    """Options of a vLLM engine, see ``EngineOptions``."""
 
     worker: ClassVar[str] = "verl_rc.rollout.vllm.engine:VllmEngine"
     model_path: str
@@ -28,18 +29,17 @@ class VllmOptions:
     """Further keyword arguments of ``vllm.LLM``."""
     on_update: OnUpdate = "finish"
     deterministic_steps: int | None = None
-    """Steps that samples without priority are decoded by one version of the weights, after ``resume``; None:
-    no limit."""
+    """Steps of samples without priority with one version of the weights, after ``resume``; None: no limit."""
     stages_updates: bool = False
     """A broadcast update is received beside the engine's steps and loaded between two of them."""
     max_concurrent: int | None = None
-    """Samples without priority that may have begun and not ended; None: no limit."""
+    """Largest number of samples without priority that have begun and not ended; None: no limit."""
     conversation: ConversationOptions | None = None
-    """What answers the turns of samples; None: nothing does."""
+    """Environment or tools that answer turns; None: none."""
     exact: bool = False
-    """The engine computes with the operations of exact mode."""
+    """Whether the engine computes with the operations of exact mode."""
     adapter_rank: int = 0
-    """Rank of the LoRA adapter that it applies beside its weights; 0: none, adapters come merged."""
+    """Rank of the LoRA adapter that the engine applies beside its weights; 0: adapters come merged."""
 
     @property
     def deterministic(self) -> bool:
@@ -48,7 +48,7 @@ class VllmOptions:
 
 
 def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -> VllmOptions:
-    """The keyword arguments of ``vllm.LLM`` that a configuration means; see ``rollout.engine``."""
+    """The options of a run's engines; see ``rollout.engine``."""
     rollout = config.actor_rollout_ref.rollout
     arguments: dict[str, Any] = {
         "load_format": rollout.load_format,
@@ -58,7 +58,7 @@ def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -
         "distributed_executor_backend": "uni" if rollout.tensor_model_parallel_size == 1 else "mp",
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": max(rollout.max_num_batched_tokens, config.max_model_length),
-        # a request whose prompt is cut has its random generator set back, which vLLM cannot do on a CPU
+        # vLLM cannot set back the random generator of a request with a chunked prompt on a CPU
         "enable_chunked_prefill": rollout.enable_chunked_prefill and device != "cpu",
         "enable_prefix_caching": rollout.enable_prefix_caching,
         "seed": rollout.seed,
@@ -67,7 +67,7 @@ def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -
         **_memory_arguments(rollout, device, config.actor_rollout_ref.hybrid_engine),
         **rollout.engine_kwargs.vllm,
     }
-    # Always said: the model's own config.json could name another precision for the engine alone.
+    # Always set: the model's config.json could name another precision for the engine alone.
     head_dtype = config.actor_rollout_ref.model.head_dtype or "model"
     arguments["hf_overrides"] = {**(arguments.get("hf_overrides") or {}), "head_dtype": head_dtype}
     if rollout.largest_kept_set:
@@ -79,8 +79,8 @@ def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -
         arguments |= ENGINE_ARGUMENTS[device]
     on_update = config.async_training.on_update
     if on_update != "finish":
-        # vLLM would give the tokens of a step that it has begun, and not processed, the version of the
-        # weights that come next.
+        # vLLM would label the tokens of a step that it has begun, and not processed, with the next version of
+        # the weights.
         arguments["async_scheduling"] = False
     return VllmOptions(
         model_path=config.actor_rollout_ref.model.path,
@@ -111,8 +111,8 @@ def _conversation_options(config: RunConfig, hosts: Hosts | None) -> Conversatio
 
 
 def _memory_arguments(rollout: RolloutConfig, device: str, shares_devices: bool) -> dict[str, Any]:
-    """On a CPU the cache's size is given in bytes (a fraction would be one of all RAM) and the engine runs
-    eagerly."""
+    """Arguments of the KV cache. On a CPU its size is in bytes (a fraction would be of all RAM), and the
+    engine runs eagerly."""
     if device == "cpu":
         return {
             "enforce_eager": True,

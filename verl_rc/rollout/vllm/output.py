@@ -1,4 +1,4 @@
-"""What vLLM says of a request that has ended or was cut, as parts of a response."""
+"""Parts of a response from vLLM's output of a request that has ended or was cut."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,37 +13,36 @@ from verl_rc.data.ragged_column import RaggedColumn
 
 def parts_of_output(
     output: CompletionOutput,
-    held: tuple[int, int],
+    versions_held: tuple[int, int],
     number: int,
     columns: Mapping[str, RaggedColumn] | None = None,
 ) -> list[Part]:
     """A part for each version of the weights.
 
     Args:
-        output: What one request sampled, or no token yet; spans of tokens, each with the label of the weights
-            that sampled it.
-        held: Versions of the weights that the engine held when the request began and at its end.
-        number: That of the sample, for messages.
-        columns: What is recorded beside the tokens.
+        output: Tokens of one request, which may be none yet, in spans of one version each.
+        versions_held: Versions of the weights that the engine held at the begin and the end of the request.
+        number: Of the sample, for messages.
+        columns: Columns of the tokens by name, such as the experts.
 
     Raises:
         ValueError: A token has no log-prob.
-        RuntimeError: vLLM says that other weights sampled a token.
+        RuntimeError: vLLM reports a version that the engine did not hold.
     """
     count = len(output.token_ids)
     if not count:
         return []
     spans = output.weight_versions or ()
-    # Before the first update vLLM's version is the word "default".
+    # Before the first update vLLM's version is "default".
     versions = [int(span.version) if span.version.isdigit() else UNKNOWN for span in spans]
-    borders = [(span.start, span.end) for span in spans]
-    first, last = held
-    whole = [start for start, _ in borders] + [count] == [0, *(end for _, end in borders)]
-    if not whole or versions != sorted(set(versions)) or versions[0] < first or versions[-1] != last:
+    bounds = [(span.start, span.end) for span in spans]
+    first, last = versions_held
+    is_contiguous = [start for start, _ in bounds] + [count] == [0, *(end for _, end in bounds)]
+    if not is_contiguous or versions != sorted(set(versions)) or versions[0] < first or versions[-1] != last:
         raise RuntimeError(
             f"the tokens of request {number} must come from versions {first} to {last} of the weights, which "
-            f"the engine held, the last from {last}, but vLLM says that they come from {versions}, by the "
-            f"spans {borders} of {count} tokens: an update or its version went astray."
+            f"the engine held, the last from {last}, but vLLM reports the versions {versions} for the spans "
+            f"{bounds} of {count} tokens: an update or its version was lost."
         )
     token_ids = torch.tensor(output.token_ids, dtype=torch.int32)
     log_probs = torch.tensor(sampled_log_probs(output, number), dtype=torch.float32)
@@ -54,7 +53,7 @@ def parts_of_output(
             version,
             {name: column[start:end] for name, column in (columns or {}).items()},
         )
-        for version, (start, end) in zip(versions, borders, strict=True)
+        for version, (start, end) in zip(versions, bounds, strict=True)
     ]
 
 
@@ -78,27 +77,28 @@ def sampled_log_probs(output: CompletionOutput, number: int) -> list[float]:
     return [flat.logprobs[start] for start in first]
 
 
-def expert_lists(routes: Any, num_places: int, num_tokens: int, number: int) -> RaggedColumn:
-    """The experts beside each sampled token of a request: those of all layers, at each place of the context
-    that has none yet, up to the place that the token was sampled at.
+def expert_lists(routes: Any, num_unrecorded: int, num_tokens: int, number: int) -> RaggedColumn:
+    """The experts of each sampled token's column: those of all layers, at each position that no earlier
+    column has, up to the position before the token.
 
     Args:
-        routes: uint8 ``[num_places + num_tokens - 1, layers, experts of a token]``, as vLLM returns it: of
-            places of the context in order, then of the sampled tokens but the last, which no pass has seen.
-        num_places: Places of the context whose experts are not recorded beside tokens before, at least 1.
+        routes: uint8 ``[num_unrecorded + num_tokens - 1, layers, experts per token]``, as vLLM returns it: of
+            positions of the context in order, then of the sampled tokens without the last, which no forward
+            pass has read.
+        num_unrecorded: Positions of the context that no earlier column has, at least 1.
         num_tokens: Sampled tokens, at least 1.
-        number: That of the sample, for messages.
+        number: Of the sample, for messages.
 
-    Raises ``RuntimeError`` when vLLM returned another number of places, or more than 256 experts.
+    Raises ``RuntimeError`` when vLLM returned another number of positions, or more than 256 experts.
     """
-    expected = num_places + num_tokens - 1
-    found = "nothing" if routes is None else f"{routes.dtype} of shape {list(routes.shape)}"
+    expected = num_unrecorded + num_tokens - 1
+    returned = "nothing" if routes is None else f"{routes.dtype} of shape {list(routes.shape)}"
     if routes is None or len(routes) != expected or routes.dtype != np.uint8:
         raise RuntimeError(
-            f"the experts at {expected} places of request {number} must come with its {num_tokens} tokens, "
-            f"as uint8, the engine returned {found}: the trainer cannot replay them. Drop "
+            f"the experts at {expected} positions of request {number} must come with its {num_tokens} "
+            f"tokens, as uint8, the engine returned {returned}: the trainer cannot replay them. Drop "
             "actor_rollout_ref.rollout.enable_rollout_routing_replay."
         )
-    places = np.ones(num_tokens, dtype=np.int64)
-    places[0] = num_places
-    return RaggedColumn.from_counts(places * routes[0].size, routes.reshape(-1))
+    counts = np.ones(num_tokens, dtype=np.int64)
+    counts[0] = num_unrecorded
+    return RaggedColumn.from_counts(counts * routes[0].size, routes.reshape(-1))

@@ -1,4 +1,4 @@
-"""Ends processes of an engine and frees its shared memory with it, also after a kill."""
+"""Ends an engine's processes and frees its shared memory, also after a kill."""
 
 import multiprocessing
 import re

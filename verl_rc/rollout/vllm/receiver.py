@@ -1,8 +1,7 @@
-"""The receiving end of a weight update, as a vLLM weight-transfer backend. Importing this module registers
-it.
+"""The receiver of weight updates, a weight-transfer backend of vLLM. Importing this module registers it.
 
-Weights are loaded by vLLM's layerwise reload, the only method that works everywhere: on a CPU vLLM prepacks
-weights after loading and empties the parameters, and a quantised engine must quantise again.
+Weights are loaded by vLLM's layerwise reload, the only method that always works: on a CPU vLLM prepacks
+weights after loading and empties the parameters, and a quantised engine must quantise them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.nccl import unpinned_nccl_env
 
-from verl_rc.rollout.vllm.adapters import put_back, take_out_adapter_layers
+from verl_rc.rollout.vllm.adapters import attach_layers, detach_adapter_layers
 from verl_rc.rollout.vllm.float32_head import forget_float32_heads
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec, is_adapter, tensor_digest
 from verl_rc.weight_sync.shared_bucket import BucketHandle, copy_bucket
@@ -33,30 +32,30 @@ from verl_rc.weight_sync.transfer_group import (
 
 BACKEND_NAME = "verl_rc"
 Bucket = tuple[Sequence[TensorSpec], Tensor]
-"""Tensors of one dtype, and their elements one after the other."""
+"""Tensors of one dtype, and their elements in one flat tensor."""
 
 
 @dataclass
 class ReceiverAddress(WeightTransferInitInfo):
-    """How this engine's workers join the transfer group."""
+    """Place of this engine's workers in the transfer group."""
 
     address: TransferAddress
     first_rank: int
-    """Rank of this engine's first worker in the transfer group; its tensor-parallel workers follow."""
+    """Rank of the engine's first worker in the group; its tensor-parallel workers follow."""
     process_group_backend: str
 
 
 @dataclass
 class ReceiveRequest(WeightTransferUpdateInfo):
-    """A whole update to receive by broadcast, or one that is staged, or one lent bucket to copy."""
+    """A request to load a broadcast update, a staged update or a lent bucket."""
 
     source: tuple[Manifest, int] | list[Bucket] | BucketHandle
-    """Tensors of a broadcast update and its bytes a bucket; or what ``WeightReceiver.stage`` received; or a
-    lent bucket."""
+    """Manifest and bytes a bucket of a broadcast update; or the buckets of ``WeightReceiver.stage``; or the
+    handle of a lent bucket."""
 
 
 class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
-    """Takes buckets by broadcast or out of lent memory, digests each tensor, and loads it by layerwise
+    """Receives buckets by broadcast or from lent memory, digests each tensor, and loads it by layerwise
     reload."""
 
     init_info_cls = ReceiverAddress
@@ -68,9 +67,9 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
         self._group: TransferGroup | None = None
         self._updating = False
         self._holds_weights = False
-        """An engine that takes adapters has whole weights, which stay."""
+        """An engine with adapters has all weights, so that an update may bring the adapter alone."""
         self._layers: dict[str, nn.Module] | None = None
-        """While the weights are in loadable form: layers with adapters, without which it is made."""
+        """Layers with adapters that are detached while the model is in loadable form; None: it is not."""
         self.digests: dict[str, int] = {}
         self.loaded: set[str] = set()
         self.expected: set[str] = set()
@@ -86,10 +85,9 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
             self._group = join_transfer_group(init_info.address, rank, init_info.process_group_backend)
 
     def start_weight_update(self) -> None:
-        """Put the model's layers back into loadable form, if there are no weights that stay.
+        """Put the model's layers into loadable form, unless it holds weights that an update may keep.
 
-        An update that broke off is closed first: layers it had half loaded would otherwise mix its tensors
-        with the new ones.
+        An update that broke off is closed first: its half-loaded layers would mix old tensors with new ones.
         """
         if self._updating:
             self.finish_weight_update()
@@ -101,16 +99,16 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
     def _make_loadable(self) -> None:
         self._holds_weights = False
         forget_float32_heads()
-        self._layers = take_out_adapter_layers(self.model)
+        self._layers = detach_adapter_layers(self.model)
         initialize_layerwise_reload(self.model)
-        # A model in loadable form has no parameters that online quantisation derives from weights. It has the
-        # scales of an fp8 cache, which only some checkpoints fill.
+        # A model in loadable form lacks the parameters that online quantisation derives from weights. It has
+        # the scales of an fp8 KV cache, which only some checkpoints fill.
         self.expected = {name for name, _ in self.model.named_parameters() if not name.endswith("_scale")}
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive one request."""
         self.receive_weights(self.parse_update_info(update_info))
-        # The base class always synchronises the accelerator, which only vLLM's CPU runner makes a no-op.
+        # The base class always synchronises the accelerator; only vLLM's CPU runner makes that a no-op.
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
@@ -136,8 +134,8 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
             yield bucket, flat
 
     def _load(self, bucket: Sequence[TensorSpec], flat: Tensor) -> None:
-        """Load a bucket ``flat`` of this worker's own: layerwise reload keeps views of it until their layer
-        is complete."""
+        """Load a bucket. ``flat`` belongs to this worker: layerwise reload keeps views of it until their
+        layer is complete."""
         parts = flat.split([spec.num_elements for spec in bucket])
         tensors = {spec.name: part.view(spec.shape) for spec, part in zip(bucket, parts, strict=True)}
         self.digests.update({name: tensor_digest(tensor) for name, tensor in tensors.items()})
@@ -148,13 +146,13 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
             return
         if self._layers is None:
             self._make_loadable()
-        # Called once a bucket: vLLM's layerwise reload collects tensors and processes a layer (prepacking,
-        # quantisation) when its last one has come, in this call or a later one.
+        # vLLM's layerwise reload collects the tensors of all calls, and processes a layer (prepacking,
+        # quantisation) when its last tensor has come.
         self.loaded |= set(self.model.load_weights(iter(weights)) or ())
 
     def finish_weight_update(self) -> None:
         """Quantise or prepack the layers that are complete."""
-        # Before the call: if it fails, the next update must start anew and not finish this one again.
+        # Reset first: if the call fails, the next update must not finish this one again.
         self._updating = False
         layers, self._layers = self._layers, None
         if layers is None:
@@ -162,7 +160,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
         try:
             finalize_layerwise_reload(self.model, self.model_config)
         finally:
-            put_back(self.model, layers)
+            attach_layers(self.model, layers)
         takes_adapters = self.vllm_config.lora_config is not None
         self._holds_weights = takes_adapters and not self.expected - self.loaded
 

@@ -1,7 +1,7 @@
-"""On a CPU, the calls with which vLLM returns the experts that each token took.
+"""The calls of vLLM's GPU runner that return each token's experts, for its CPU runner, which lacks them.
 
 vLLM 0.32 records experts, keeps those of cached prefixes beside the cache's blocks, and returns them with a
-request. Its runner for GPUs makes the calls, which the one for CPUs lacks.
+request.
 """
 
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from verl_rc.rollout.vllm.signatures import require_parameters
 
 _execute_model, _sample_tokens = CPUModelRunner.execute_model, CPUModelRunner.sample_tokens
-_CALLED = {
+_EXPECTED_PARAMETERS = {
     VllmConfig._verify_aux_output_compatibility: ["self"],
     _execute_model: ["self", "scheduler_output", "intermediate_tensors"],
     _sample_tokens: ["self", "grammar_output"],
@@ -23,17 +23,17 @@ _CALLED = {
     AuxOutputWorkerConnector.begin_step: ["self", "metadata"],
     AuxOutputWorkerConnector.prepare_output: ["self", "input_batch"],
 }
-"""What is replaced or called, with its parameters."""
+"""The functions that are replaced or called, with their parameters."""
 
 
 def return_experts_on_a_cpu() -> None:
-    """Let vLLM return the experts of tokens on a CPU, where ``enable_return_routed_experts`` asks for them.
+    """Let vLLM return experts on a CPU when ``enable_return_routed_experts`` is set.
 
     Raises ``RuntimeError`` when vLLM's functions have changed.
     """
-    for function, expected in _CALLED.items():
+    for function, expected in _EXPECTED_PARAMETERS.items():
         require_parameters(function, expected, "records experts on a CPU")
-    # It demands the runner for GPUs.
+    # The check demands the GPU runner.
     VllmConfig._verify_aux_output_compatibility = lambda _: None
     CPUModelRunner.execute_model = _execute_and_record
     CPUModelRunner.sample_tokens = _sample_and_return

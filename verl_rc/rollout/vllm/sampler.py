@@ -13,7 +13,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 
 from verl_rc.data.parts import UNKNOWN, Part, Sample, context, num_since_sampled, num_tokens
-from verl_rc.rollout.conversation import Advanced, Conversations, OpenSamples
+from verl_rc.rollout.conversation import AnsweredSample, Conversations, OpenSamples
 from verl_rc.rollout.engine import EngineFacts, MemoryTag, QueuedSample
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, next_seed
 from verl_rc.rollout.vllm import engine_worker, receiver
@@ -30,17 +30,17 @@ from verl_rc.weight_sync.shared_bucket import BucketHandle
 
 
 @dataclass(frozen=True)
-class _Request:
-    """One in vLLM."""
+class _VllmRequest:
+    """A request that vLLM is decoding."""
 
-    name: str
-    """vLLM's own."""
-    version: int
-    """Of the weights when it began."""
-    num_likely: int
-    """Likely tokens that come with each of its tokens."""
-    num_places: int
-    """Places of its context whose experts come with its first token; 0: experts are not recorded."""
+    internal_id: str
+    """vLLM's own name of it."""
+    first_version: int
+    """Version of the weights when it began."""
+    num_top_tokens: int
+    """Most likely tokens that vLLM reports beside each sampled token."""
+    num_unrecorded: int
+    """Positions of its context whose experts come with its first token; 0: experts are not recorded."""
 
 
 class VllmSampler:
@@ -55,13 +55,13 @@ class VllmSampler:
         """Version of the weights that the engine holds."""
         self._keeps_cache = options.on_update == "keep"
         self._adapter = REQUEST if options.adapter_rank else None
-        """What every request computes with."""
+        """The adapter of every request."""
         self._open = OpenSamples(
-            None if options.conversation is None else Conversations.open(options.conversation)
+            None if options.conversation is None else Conversations.from_options(options.conversation)
         )
-        """Samples without the tokens of the requests in vLLM."""
-        self._requests: dict[int, _Request] = {}
-        """The requests in vLLM."""
+        """Samples, without the tokens that vLLM has not returned."""
+        self._requests: dict[int, _VllmRequest] = {}
+        """Requests in vLLM, by the keys of their samples."""
         self._llm = build_llm(
             options,
             # vLLM's default is raw_logprobs, from before temperature, top-k and top-p. A ratio needs the
@@ -75,55 +75,57 @@ class VllmSampler:
         # Once the constructor returns, all processes of the engine have mapped what they share.
         self._llm.collective_rpc("unlink_shared_memory")
         unlink_shared_memory()
-        # vLLM would queue further requests itself, where a later one with priority could not overtake them.
+        # vLLM would queue further requests itself, and a later one with priority could not overtake them.
         self.capacity: int = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
-        self._vocabulary: int = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
+        self._vocabulary_size: int = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
 
-    def begin(self, key: int, sample: QueuedSample) -> "Future[Advanced] | None":
+    def begin(self, key: int, sample: QueuedSample) -> "Future[AnsweredSample] | None":
         """See ``Sampler``; raises ``ValueError`` when the sample does not fit the model's length."""
-        so_far, answers = self._open.begin(key, sample)
-        if answers is not None:
-            return answers
+        so_far, reply = self._open.begin(key, sample)
+        if reply is not None:
+            return reply
         request = sample.request
-        # With another salt a prompt does not find the blocks that older weights computed.
+        # The salt keeps a prompt from cached blocks that older weights computed.
         salt = str(self.version) if self._keeps_cache else None
         token_ids = context(request.prompt_token_ids, so_far.parts)
-        parameters = sampling_parameters(request, sample.options, so_far, self._vocabulary)
-        num_places = 0
+        parameters = sampling_parameters(request, sample.options, so_far, self._vocabulary_size)
+        num_unrecorded = 0
         if sample.options.records_experts:
-            num_places = num_since_sampled(request.prompt_token_ids, so_far.parts)
-            parameters.routed_experts_prompt_start = len(token_ids) - num_places
-        name = self._llm.llm_engine.add_request(
+            num_unrecorded = num_since_sampled(request.prompt_token_ids, so_far.parts)
+            parameters.routed_experts_prompt_start = len(token_ids) - num_unrecorded
+        internal_id = self._llm.llm_engine.add_request(
             str(key), tokens_input(token_ids, cache_salt=salt), parameters, lora_request=self._adapter
         )
-        self._requests[key] = _Request(name, self.version, parameters.logprobs or 0, num_places)
+        self._requests[key] = _VllmRequest(
+            internal_id, self.version, parameters.logprobs or 0, num_unrecorded
+        )
         return None
 
-    def step(self) -> "list[tuple[int, Sample | Exception | Future[Advanced]]]":
-        """See ``Sampler``. What is wrong with vLLM's output takes the place of its sample."""
-        ended: list[tuple[int, Sample | Exception | Future[Advanced]]] = []
-        for request in self._llm.llm_engine.step():
-            if not request.finished:
+    def step(self) -> "list[tuple[int, Sample | Exception | Future[AnsweredSample]]]":
+        """See ``Sampler``. An error in vLLM's output takes the place of the sample."""
+        ended: list[tuple[int, Sample | Exception | Future[AnsweredSample]]] = []
+        for request_output in self._llm.llm_engine.step():
+            if not request_output.finished:
                 continue
-            key, output = int(request.request_id), request.outputs[0]
-            begun = self._requests.pop(key)
+            key, output = int(request_output.request_id), request_output.outputs[0]
             try:
-                parts = self._parts(key, output, begun)
+                parts = self._parts(key, output)
             except (ValueError, RuntimeError) as error:
                 self._open.drop(key)
                 ended.append((key, error))
             else:  # the other reason is "length"
                 ended.append((key, self._open.end_turn(key, parts, output.finish_reason == "stop")))
+            del self._requests[key]
         return ended
 
-    def proceed(self, key: int, advanced: Advanced) -> Sample | None:
-        """See ``Sampler``: ``advanced`` has the environment's reply."""
-        return self._open.proceed(key, advanced)
+    def proceed(self, key: int, answered: AnsweredSample) -> Sample | None:
+        """See ``Sampler``: ``answered`` has the environment's reply."""
+        return self._open.proceed(key, answered)
 
     def cut(self, keys: Sequence[int]) -> None:
         """See ``Sampler``. Raises like ``parts_of_output``."""
-        for key, parts in {key: self._parts_now(key) for key in keys}.items():
-            self._open.grow(key, parts)
+        for key, parts in {key: self._decoded_parts(key) for key in keys}.items():
+            self._open.extend(key, parts)
         self._llm.llm_engine.abort_request([str(key) for key in keys])
         for key in keys:
             del self._requests[key]
@@ -137,39 +139,39 @@ class VllmSampler:
 
     def so_far(self, key: int) -> Sample | None:
         """See ``Sampler``. Raises like ``parts_of_output``."""
-        return self._open.grown(key, self._parts_now(key)) if key in self._requests else self._open.get(key)
+        if key not in self._requests:
+            return self._open.get(key)
+        return self._open.extended(key, self._decoded_parts(key))
 
-    def _parts_now(self, key: int) -> list[Part]:
-        """Return what the request that is in vLLM has sampled."""
-        # What vLLM itself puts into a queue when it aborts a request of its asynchronous engine; here it has
-        # no queue.
-        begun = self._requests[key]
-        state = self._llm.llm_engine.output_processor.request_states[begun.name]
+    def _decoded_parts(self, key: int) -> list[Part]:
+        """The parts that a request has decoded, while it stays in vLLM."""
+        # vLLM's asynchronous engine makes the same output when it aborts a request.
+        state = self._llm.llm_engine.output_processor.request_states[self._requests[key].internal_id]
         output = state.make_request_output([], None, FinishReason.ABORT, None)
         assert output is not None
-        return self._parts(key, output.outputs[0], begun)
+        return self._parts(key, output.outputs[0])
 
-    def _parts(self, key: int, output: Any, begun: _Request) -> list[Part]:
-        number = self._open[key].number
+    def _parts(self, key: int, output: Any) -> list[Part]:
+        request, number = self._requests[key], self._open[key].number
         columns = {}
-        if begun.num_likely:
-            sets = kept_sets(output.token_ids, output.logprobs, number, begun.num_likely, self._vocabulary)
-            columns["kept"] = sets
-        if begun.num_places and output.token_ids:
-            columns["experts"] = expert_lists(
-                output.routed_experts, begun.num_places, len(output.token_ids), number
+        if request.num_top_tokens:
+            columns["kept"] = kept_sets(
+                output.token_ids, output.logprobs, number, request.num_top_tokens, self._vocabulary_size
             )
-        return parts_of_output(output, (begun.version, self.version), number, columns)
+        if request.num_unrecorded and output.token_ids:
+            columns["experts"] = expert_lists(
+                output.routed_experts, request.num_unrecorded, len(output.token_ids), number
+            )
+        return parts_of_output(output, (request.first_version, self.version), number, columns)
 
     def weight_receiver(self) -> receiver.WeightReceiver:
-        """The receiving end of weight updates; only an engine without tensor parallelism has it in this
-        process."""
+        """The receiver of weight updates; it is in this process only without tensor parallelism."""
         engine = self._llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine
         assert isinstance(engine, receiver.WeightReceiver)
         return engine
 
     def join_transfer(self, address: receiver.ReceiverAddress) -> None:
-        """Let every worker join the group of a broadcast."""
+        """Let every worker join the transfer group."""
         self._llm.init_weight_transfer_engine({"init_info": vars(address)})
 
     def begin_update(self) -> None:
@@ -183,16 +185,16 @@ class VllmSampler:
     def finish_update(self, version: int) -> None:
         """End a weight update as ``version``."""
         self._llm.finish_weight_update(str(version))
-        # After it: vLLM forgets adapters when weights are replaced.
+        # After the weights: vLLM forgets adapters when weights are replaced.
         if self._adapter is not None:
             self._llm.collective_rpc("apply_adapter")
         self.version = version
-        # Before the next request, which must find no blocks of the old weights.
+        # The next request must find no blocks of the old weights.
         if not self._keeps_cache:
             self.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
-        """Drop cached prefixes: vLLM keeps them over a weight update, and they belong to the old weights."""
+        """Drop cached prefixes: vLLM keeps those of the old weights over an update."""
         # vLLM returns False, and keeps the cache, while a request still holds blocks of it.
         if not self._llm.reset_prefix_cache():
             raise RuntimeError(
@@ -210,7 +212,7 @@ class VllmSampler:
         return keys
 
     def facts(self) -> EngineFacts:
-        """The block size of its cache, and how it computes fp8 products, if it has any."""
+        """The block size of the KV cache, and the implementation of fp8 products, if a layer has any."""
         fp8_products = self._llm.collective_rpc("fp8_products")[0]
         return EngineFacts(
             self._llm.llm_engine.vllm_config.cache_config.block_size,
@@ -219,7 +221,7 @@ class VllmSampler:
 
     def sleep(self) -> None:
         """Free the memory of weights and KV cache."""
-        # Level 1 copies the weights to host memory, which is in vain where the next update replaces them.
+        # Level 1 copies the weights to host memory. Without an adapter the next update replaces them.
         self._llm.sleep(level=2 if self._adapter is None else 1)
 
     def wake_up(self, tags: Sequence[MemoryTag]) -> None:
@@ -228,10 +230,10 @@ class VllmSampler:
 
 
 def sampling_parameters(
-    request: GenerationRequest, options: SamplingOptions, so_far: Sample, vocabulary: int
+    request: GenerationRequest, options: SamplingOptions, so_far: Sample, vocabulary_size: int
 ) -> SamplingParams:
-    """Sampling parameters of what follows ``so_far``: token ids and log-probs without text, returned at its
-    end."""
+    """vLLM's parameters of a request that continues ``so_far``: its output has token ids and log-probs, no
+    text, and comes once, at the end."""
     return SamplingParams(
         seed=next_seed(request.seed, so_far.parts),
         temperature=options.temperature,
@@ -242,10 +244,9 @@ def sampling_parameters(
         # vLLM's ignore_eos covers the model's EOS, not the tokens listed here.
         stop_token_ids=[] if options.ignore_eos else list(options.stop_token_ids),
         ignore_eos=options.ignore_eos,
-        # Beside the sampled token, so many likely ones show what a filter has kept; greedy tokens know no
-        # filter. Flat: lists of numbers, where the default builds a dict and an object for each token, which
-        # the garbage collector has to walk.
-        logprobs=min(options.max_kept_tokens, vocabulary) if options.temperature > 0 else 0,
+        # The most likely tokens show which set a filter has kept; greedy sampling has no filter. Flat lists
+        # of numbers replace vLLM's dict and object for each token, which the garbage collector has to walk.
+        logprobs=min(options.max_kept_tokens, vocabulary_size) if options.temperature > 0 else 0,
         flat_logprobs=True,
         detokenize=False,
         # The default returns every running request at every step.

@@ -1,5 +1,5 @@
-"""An engine that is given the tokens: by its prefill, or one token after the other, with one version of the
-weights or more."""
+"""An engine that computes the log-probs of given responses, by prefill or by decoding, with one or more
+versions of the weights."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,7 +17,7 @@ _FORCED = "forced_tokens"
 
 
 class ForcedTokens(AdapterLogitsProcessor):
-    """Leaves each request only the token that it is to say next; vLLM takes raw log-probs before it."""
+    """Leaves each request its next token alone; vLLM takes raw log-probs before this processor."""
 
     def is_argmax_invariant(self) -> bool:
         """No: greedy sampling must take the forced token, too."""
@@ -26,7 +26,7 @@ class ForcedTokens(AdapterLogitsProcessor):
     def new_req_logits_processor(
         self, params: SamplingParams
     ) -> Callable[[list[int], Tensor], Tensor] | None:
-        """What is applied to the logits of a request; None: nothing."""
+        """The processor of a request's logits; None: none."""
         forced = (params.extra_args or {}).get(_FORCED)
         if forced is None:
             return None
@@ -54,9 +54,9 @@ class TeacherForcedEngine:
     def prefilled(
         self, model_path: str, rows: Sequence[tuple[Sequence[int], Sequence[int]]]
     ) -> list[list[float]]:
-        """Of each row, a prompt and its response, the log-probs of the response, nats, at temperature 1.
+        """Log-probs of each row's response, nats, at temperature 1; a row is a prompt and its response.
 
-        Requests for log-probs of prompts read no prefix cache.
+        vLLM does not read the prefix cache when it returns log-probs of prompts.
         """
         self._load(model_path)
         parameters = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
@@ -77,11 +77,10 @@ class TeacherForcedEngine:
         rows: Sequence[tuple[Sequence[int], Sequence[int]]],
         cached_by: str | None = None,
     ) -> tuple[list[list[float]], int]:
-        """As ``prefilled``, but saying the responses token by token, behind prompts that share the prefix
-        cache.
+        """Log-probs as ``prefilled``, by decoding the responses behind prompts in the prefix cache, and the
+        number of prompt tokens from the cache.
 
-        The cache is emptied before; ``cached_by``: a model folder whose weights then fill it with the
-        prompts. The second value is how many tokens of prompts came from the cache.
+        The cache is empty at first; ``cached_by``: a model folder whose weights fill it with the prompts.
         """
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("the engine's prefix cache must be empty, but vLLM refused to reset it.")

@@ -17,7 +17,7 @@ import pytest
 
 from verl_rc.data.episode import Episode, Exchange, Opening, Turn
 from verl_rc.rollout.environment import EpisodeFailedError, Reply, environment_class
-from verl_rc.rollout.environment_host import Answered, Failed, Host, HostLimits, NeedsHistory, Outcome
+from verl_rc.rollout.environment_host import Failure, Host, HostLimits, NeedsHistory, StepOutcome, StepResult
 
 T = TypeVar("T")
 PLAY = "agents_of_a_user:play"
@@ -52,32 +52,32 @@ def turn(number: int, text: str = "4", **facts: Any) -> Turn:
     return replace(Turn(number, text, (number,), True), **facts)
 
 
-async def outcomes(host: Host, turns: int) -> list[Outcome]:
+async def outcomes(host: Host, turns: int) -> list[StepOutcome]:
     """Of so many turns, or fewer if the episode ends."""
-    given: list[Outcome] = []
+    given: list[StepOutcome] = []
     while len(given) < turns:
         given.append(await host.step(episode(), turn(len(given))))
-        if not isinstance(given[-1], Answered) or given[-1].reply.ends:
+        if not isinstance(given[-1], StepResult) or given[-1].reply.ends:
             break
     return given
 
 
-def replies(given: list[Outcome]) -> list[Reply]:
-    assert all(isinstance(one, Answered) for one in given), given
-    return [one.reply for one in given if isinstance(one, Answered)]
+def replies(given: list[StepOutcome]) -> list[Reply]:
+    assert all(isinstance(one, StepResult) for one in given), given
+    return [one.reply for one in given if isinstance(one, StepResult)]
 
 
 def why_failed(host: Host, turns: int = 1) -> str:
     *_, last = run(outcomes(host, turns))
-    assert isinstance(last, Failed)
-    return last.why
+    assert isinstance(last, Failure)
+    return last.reason
 
 
 @pytest.mark.parametrize("how", [{"function": PLAY}, {"command": COMMAND}])
 def test_an_agent_opens_replies_and_is_rewarded(how: dict[str, Any]) -> None:
     host = host_of(**how)
 
-    async def whole() -> tuple[Opening | None, list[Outcome]]:
+    async def whole() -> tuple[Opening | None, list[StepOutcome]]:
         return await host.open({"ground_truth": "7"}, 5), await outcomes(host, 2)
 
     opening, given = run(whole())
@@ -87,7 +87,7 @@ def test_an_agent_opens_replies_and_is_rewarded(how: dict[str, Any]) -> None:
 
 
 def test_it_goes_on_elsewhere_from_its_turns() -> None:
-    async def moved() -> list[Outcome]:
+    async def moved() -> list[StepOutcome]:
         first, second = playing(turns=3), playing(turns=3)
         known = await outcomes(first, 2)
         opened = episode(opening=Opening(ASKED, []))
@@ -122,7 +122,7 @@ def test_the_guessing_agent_plays_the_game_of_the_guessing_environment() -> None
 
 
 def test_calls_of_tools_are_taken_out_of_the_text() -> None:
-    async def called() -> list[Outcome]:
+    async def called() -> list[StepOutcome]:
         host = host_of(function="agents_of_a_user:add")
         call = 'I add <tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
         return [await host.step(episode(), turn(0, call)), await host.step(episode(), turn(1, "5"))]
@@ -180,7 +180,7 @@ def test_options_that_change_how_tokens_are_drawn_are_refused_and_the_others_war
 def test_a_turn_that_is_cut_off_is_followed_by_none() -> None:
     """A further call is refused by name; what the agent makes of that is the end of the episode."""
 
-    async def cut() -> list[Outcome]:
+    async def cut() -> list[StepOutcome]:
         return [
             await playing(turns=1).step(episode(), turn(0, stopped=False)),
             await playing(turns=2).step(episode(), turn(0, stopped=False)),
@@ -194,7 +194,7 @@ def test_a_turn_that_is_cut_off_is_followed_by_none() -> None:
 def test_an_agent_whose_turns_a_limit_ends_still_ends_with_its_score() -> None:
     """Its call gets an answer without a word, whose finish reason is ``length``; a further one is refused."""
 
-    async def ended(turns: int) -> list[Outcome]:
+    async def ended(turns: int) -> list[StepOutcome]:
         host, none = playing(turns=turns), turn(1, "", token_ids=(), stopped=False)
         return [await host.step(episode(), turn(0)), await host.step(episode(), none)]
 
@@ -224,31 +224,31 @@ def test_an_agent_that_fails_is_named(host: Host, why: str) -> None:
 
 
 def test_an_agent_that_fails_later_is_named_with_its_calls() -> None:
-    async def later() -> Outcome:
+    async def later() -> StepOutcome:
         host = playing({"raise": 1})
         return await host.step(episode(), turn(0))
 
     outcome = run(later())
-    assert isinstance(outcome, Failed)
-    assert "Agent(agents_of_a_user:play, 1 calls) has failed: RuntimeError('the sandbox" in outcome.why
-    assert outcome.again
+    assert isinstance(outcome, Failure)
+    assert "Agent(agents_of_a_user:play, 1 calls) has failed: RuntimeError('the sandbox" in outcome.reason
+    assert outcome.may_retry
 
 
 def test_a_client_that_gives_a_call_up_and_calls_again_gets_the_answer() -> None:
-    async def slow() -> Outcome:
+    async def slow() -> StepOutcome:
         host = host_of(function="agents_of_a_user:impatient")
         answering = asyncio.ensure_future(host.step(episode(), turn(0, "7")))
-        step = Host._answer
+        step = Host._step
 
         async def late(self: Host, *arguments: Any) -> Any:
             await asyncio.sleep(1.0)
             return await step(self, *arguments)
 
-        Host._answer = late  # type: ignore[method-assign]
+        Host._step = late  # type: ignore[method-assign]
         try:
             return await answering
         finally:
-            Host._answer = step  # type: ignore[method-assign]
+            Host._step = step  # type: ignore[method-assign]
 
     (reply,) = replies([run(slow())])
     assert (reply.reward, reply.metrics) == (1.0, {"branches": 0.0})
@@ -275,8 +275,8 @@ def test_a_score_is_a_finite_number() -> None:
     for line in ("nothing", '{"reward": NaN}', '{"score": 1}'):
         script = f"import urllib.request as u, os, json; {_ONE_CALL}; print({line!r})"
         outcome = run(host_of(command=[sys.executable, "-c", script]).step(episode(), turn(0)))
-        assert isinstance(outcome, Failed)
-        assert "must end with a number" in outcome.why or "must be a finite number" in outcome.why
+        assert isinstance(outcome, Failure)
+        assert "must end with a number" in outcome.reason or "must be a finite number" in outcome.reason
 
 
 def test_an_agent_has_ended_when_its_process_has_whatever_that_leaves_behind() -> None:

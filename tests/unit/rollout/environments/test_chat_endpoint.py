@@ -22,7 +22,7 @@ def with_endpoint(check: Check, **limits: Any) -> Any:
         return {"echo": body}
 
     async def run() -> Any:
-        endpoint = await ChatEndpoint.here("127.0.0.1", EndpointLimits(**limits))
+        endpoint = await ChatEndpoint.get_or_start("127.0.0.1", EndpointLimits(**limits))
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector) as client:
             return await check(endpoint, client, endpoint.open(echo))
@@ -43,7 +43,7 @@ async def called(
 
 def test_an_episode_is_found_by_its_key_as_long_as_it_is_open() -> None:
     async def check(endpoint: ChatEndpoint, client: aiohttp.ClientSession, key: str) -> None:
-        assert await ChatEndpoint.here("127.0.0.1", EndpointLimits()) is endpoint
+        assert await ChatEndpoint.get_or_start("127.0.0.1", EndpointLimits()) is endpoint
         assert await called(endpoint, client, key) == (200, json.dumps({"echo": CALL}))
         for other in ("", "x", key[:-1]):
             assert await called(endpoint, client, other) == (

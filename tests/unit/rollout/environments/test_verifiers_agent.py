@@ -11,7 +11,7 @@ import pytest
 
 from verl_rc.data.episode import Episode, Opening, Turn
 from verl_rc.rollout.environment import Reply, environment_class
-from verl_rc.rollout.environment_host import Answered, Host, HostLimits
+from verl_rc.rollout.environment_host import Host, HostLimits, StepResult
 
 pytest.importorskip("verifiers", reason="the extra verifiers is not installed")
 AGENT = "verl_rc.rollout.environments.verifiers_agent"
@@ -48,8 +48,8 @@ def test_turns_are_the_policys_and_the_reward_is_the_score(
         "say 2",
     )
     assert outcomes == [
-        Answered(Reply([{"role": "user", "content": "again"}])),
-        Answered(Reply(reward=1.0, done=True, metrics={"branches": 0.0})),
+        StepResult(Reply([{"role": "user", "content": "again"}])),
+        StepResult(Reply(reward=1.0, done=True, metrics={"branches": 0.0})),
     ]
 
 
@@ -63,4 +63,4 @@ def test_an_episode_whose_turns_a_limit_ends_has_its_score() -> None:
         return [await host.step(at, turn) for turn in given]
 
     *_, last = asyncio.run(episode())
-    assert last == Answered(Reply(reward=1.0, done=True, metrics={"branches": 0.0}))
+    assert last == StepResult(Reply(reward=1.0, done=True, metrics={"branches": 0.0}))

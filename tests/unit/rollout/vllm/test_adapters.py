@@ -32,10 +32,10 @@ def test_without_its_wrappers_a_model_has_the_names_of_its_weights_and_then_they
     wrapper = Wrapper(nn.Linear(2, 3, bias=False))
     model = nn.Module()
     model.block = nn.ModuleDict({"gate": wrapper, "alias": wrapper, "norm": nn.LayerNorm(2)})
-    taken = adapters.take_out_adapter_layers(model)
+    taken = adapters.detach_adapter_layers(model)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     assert names == {"block.gate.weight", "block.alias.weight", "block.norm.weight", "block.norm.bias"}
-    adapters.put_back(model, taken)
+    adapters.attach_layers(model, taken)
     assert model.block["gate"] is model.block["alias"] is wrapper
 
 
@@ -120,8 +120,8 @@ def test_each_token_with_the_adapter_gets_its_product_in_each_slice(indices: lis
                 )
     wrapper = wrapper_of(indices)
     found = y.clone()
-    adapters._add_product(wrapper, found, x, first, second, 0.5, (5, 2))
+    adapters._add_adapter_product(wrapper, found, x, first, second, 0.5, (5, 2))
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
     rounded = y.bfloat16()
-    adapters._add_product(wrapper, rounded, x.bfloat16(), first, second, 0.5, (5, 2))
+    adapters._add_adapter_product(wrapper, rounded, x.bfloat16(), first, second, 0.5, (5, 2))
     assert (rounded.double() - expected).abs().max() < 0.1

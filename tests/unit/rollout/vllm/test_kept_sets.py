@@ -48,7 +48,10 @@ def test_what_is_not_a_number_is_left_to_rollout_correction() -> None:
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        (((4, 0.25), [(9, 0.75), (7, 0.25), (1, 0.0)]), "token 4 at place 0 of request 4 is not in its set"),
+        (
+            ((4, 0.25), [(9, 0.75), (7, 0.25), (1, 0.0)]),
+            "token 4 at position 0 of request 4 is not in its set",
+        ),
         (((7, 0.2), [(9, 0.75), (7, 0.2), (1, 0.0)]), "is in its set, whose sum is 0.9500"),
     ],
 )

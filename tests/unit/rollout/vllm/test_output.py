@@ -94,5 +94,5 @@ def test_experts_come_beside_the_token_that_was_sampled_behind_them() -> None:
     ],
 )
 def test_experts_that_are_not_of_every_place_end_a_request(routes: Any, found: str) -> None:
-    with pytest.raises(RuntimeError, match=rf"at 4 places of request 5 .* the engine returned {found}"):
+    with pytest.raises(RuntimeError, match=rf"at 4 positions of request 5 .* the engine returned {found}"):
         expert_lists(routes, 3, 2, 5)
