@@ -11,12 +11,11 @@ import yaml
 from pydantic import TypeAdapter
 
 from verl_rc.config.schema import leaves_of, without_secrets
-from verl_rc.data.token_rows import parse_line
 from verl_rc.insight.run_folder.foreign import read_foreign
 from verl_rc.insight.run_folder.histograms import read_heat_map
 from verl_rc.insight.run_folder.lines import (
     Record,
-    Samples,
+    first_and_newest,
     first_few,
     numbers_of,
     read_records,
@@ -143,7 +142,7 @@ def _read_folder(folder: Path, source: TokenSource | None, span: range) -> RunDa
         read_records(folder / "histograms.jsonl", run.notes, max_complaints=1), run.notes, span
     )
     run.tokens = None if source is None else read_tokens(source, run.notes, span[0], span[-1])
-    run.ending = _ending(folder / ENDING)
+    run.ending = _parsed(folder / ENDING, run.notes, TypeAdapter(Ending).validate_json, None)
     run.replays = read_replays(folder, run.notes)
     if (folder / METRICS.replace(".jsonl", _REPLACED)).is_file():
         run.notes.append(
@@ -154,16 +153,14 @@ def _read_folder(folder: Path, source: TokenSource | None, span: range) -> RunDa
 
 def _alert(step: int, record: Record) -> Alert:
     """An alert, without the damaged parts of its cause."""
-    evidence = record.get("evidence")
-    numbers = dict(numbers_of(evidence)) if isinstance(evidence, dict) else {}
     title, text, cause = (str(record.get(name, "")) for name in ("title", "text", "cause"))
-    return Alert(step, title, text, cause, numbers)
+    return Alert(step, title, text, cause, numbers_of(record.get("evidence")))
 
 
 def _with_metrics(run: RunData, path: Path) -> RunData:
     if not path.is_file():
         run.notes.append(f"{path.name} is not there: no step was logged.")
-    columns = Columns((step, dict(numbers_of(record))) for step, record in read_records(path, run.notes))
+    columns = Columns((step, numbers_of(record)) for step, record in read_records(path, run.notes))
     run.steps, run.series = columns.steps, columns.series()
     run.notes.extend(reading_notes(columns))
     return run
@@ -171,12 +168,14 @@ def _with_metrics(run: RunData, path: Path) -> RunData:
 
 def _samples(folder: Path, notes: list[str]) -> list[SavedSample]:
     """Rows of the table of validation samples."""
-    samples = Samples(_MOST_SAMPLES)
-    for path in sorted((folder / "tables").glob("*.jsonl")):
-        if not path.name.endswith(_REPLACED):
-            for step, record in read_records(path, notes):
-                samples.add(step, record)
-    return samples.kept(notes)
+    tables = sorted((folder / "tables").glob("*.jsonl"))
+    samples = (
+        SavedSample(step, cells)
+        for path in tables
+        if not path.name.endswith(_REPLACED)
+        for step, cells in read_records(path, notes)
+    )
+    return first_and_newest(samples, _MOST_SAMPLES, notes)
 
 
 def _text(path: Path, notes: list[str]) -> str | None:
@@ -221,13 +220,6 @@ def _total_steps(run: RunData) -> int | None:
         return int(match[1])
     setting = run.settings.get("trainer.total_training_steps")
     return setting if isinstance(setting, int) else None
-
-
-def _ending(path: Path) -> Ending | None:
-    record = parse_line(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
-    if record is None or not isinstance(record.get("status"), int):
-        return None
-    return Ending(record["status"], str(record.get("reason", "")))
 
 
 def _cut(run: RunData, span: range) -> RunData:
