@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from verl_rc.data.token_record import Array, DamagedRecordError
+from verl_rc.insight.run_folder.token_files import refused_as
 
 _DTYPES = {
     "FloatStorage": "<f4",
@@ -113,26 +114,17 @@ def _tensor(storage: Any, offset: int, size: tuple[int, ...], strides: tuple[int
 
 def load_tensors(file: Path | bytes) -> Any:
     """What ``torch.save`` wrote. Raises ``DamagedRecordError`` for a file that is none, or names more."""
-    try:
-        with zipfile.ZipFile(io.BytesIO(file) if isinstance(file, bytes) else file) as archive:
-            (pickled,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-            return ArrayUnpickler(io.BytesIO(archive.read(pickled)), archive).load()
-    except DamagedRecordError:
-        raise
-    except _UNREADABLE as error:
-        raise DamagedRecordError(f"it is no file of torch.save: {_words(error)}") from error
+    source = io.BytesIO(file) if isinstance(file, bytes) else file
+    with refused_as("it is no file of torch.save", *_UNREADABLE), zipfile.ZipFile(source) as archive:
+        (pickled,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        return ArrayUnpickler(io.BytesIO(archive.read(pickled)), archive).load()
 
 
 def load_mapping(path: Path, modules: tuple[str, ...]) -> Mapped:
     """A pickle of a mapping of another trainer, whose classes are in the packages ``modules``. Raises as
     ``load_tensors`` does."""
-    try:
-        with path.open("rb") as file:
-            mapping = ArrayUnpickler(file, None, modules).load()
-    except DamagedRecordError:
-        raise
-    except _UNREADABLE as error:
-        raise DamagedRecordError(f"it is no pickle: {_words(error)}") from error
+    with refused_as("it is no pickle", *_UNREADABLE), path.open("rb") as file:
+        mapping = ArrayUnpickler(file, None, modules).load()
     if not isinstance(mapping, Mapped):
         raise DamagedRecordError(f"it must hold a batch of {' or '.join(modules)}")
     return mapping
@@ -153,7 +145,3 @@ _UNREADABLE = (
     ImportError,
     RecursionError,
 )
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__} {' '.join(str(error).split())}"[:160]
