@@ -72,7 +72,7 @@ def _without_stop(record: TokenRecord) -> Broken | None:
 def _whole_numbers(value: Any) -> list[int]:
     """The ids of a fact: one or several."""
     values = value if isinstance(value, list | tuple) else [value]
-    return [one for one in values if isinstance(one, int) and not isinstance(one, bool)]
+    return [number for number in values if isinstance(number, int) and not isinstance(number, bool)]
 
 
 def _equal(record: TokenRecord) -> Broken | None:
@@ -87,16 +87,16 @@ def _equal(record: TokenRecord) -> Broken | None:
     names = [name for name in ("rollout_log_prob", "old_log_prob") if name in record.tokens]
     if ids is None or (is_raw and len(names) < 2):
         return None
-    mask, numbers = record.tokens["response_mask"], np.repeat(np.arange(count), record.lengths)
+    mask, row_numbers = record.tokens["response_mask"], record.row_numbers
     log_probs = (record.tokens[name].astype("float64") for name in names)
     sampled = (np.where(mask & np.isfinite(values), values, 0.0) for values in log_probs)
-    sums = np.max([np.bincount(numbers, values, count) for values in sampled], axis=0)
-    seen: dict[bytes, dict[int, float]] = {}
+    sums = np.max([np.bincount(row_numbers, values, count) for values in sampled], axis=0)
+    rows_by_ids: dict[bytes, dict[int, float]] = {}
     for index in range(count):
-        rows = seen.setdefault(ids[record.of_row(index)].tobytes(), {})
+        rows = rows_by_ids.setdefault(ids[record.of_row(index)].tobytes(), {})
         rows[int(record.rows["row"][index])] = float(sums[index])  # a row that was recorded twice is one
     likely = math.log(BOUNDS.chance / max(count * (count - 1) / 2, 1.0))
-    groups = (sorted(rows)[1:] for rows in seen.values() if max(rows.values()) < likely)
+    groups = (sorted(rows)[1:] for rows in rows_by_ids.values() if max(rows.values()) < likely)
     return Broken(tuple(number for rows in groups for number in rows), count)
 
 
@@ -107,8 +107,7 @@ def _outside(record: TokenRecord) -> Broken | None:
         return None
     sizes = _whole_numbers(record.facts.get("vocab_size"))
     outside = (ids < 0) | (ids >= (sizes[0] if sizes else np.iinfo("int32").max))
-    rows = np.repeat(np.arange(len(record.lengths)), record.lengths)[outside]
-    return Broken(_numbers(record, np.unique(rows)), len(record.lengths))
+    return Broken(_numbers(record, np.unique(record.row_numbers[outside])), len(record.lengths))
 
 
 def _shifted(tokens: ComparedTokens) -> Broken:
@@ -116,21 +115,22 @@ def _shifted(tokens: ComparedTokens) -> Broken:
     rollout, place = tokens.train - tokens.logs, np.arange(len(tokens.rows))
     is_shifted = is_long = np.zeros(len(tokens.record.lengths), bool)
     for lag in BOUNDS.lags:
-        other = np.clip(place + lag, 0, len(place) - 1)
-        is_pair = tokens.valid & tokens.valid[other] & (tokens.rows[other] == tokens.rows)
+        neighbour = np.clip(place + lag, 0, len(place) - 1)
+        is_pair = tokens.valid & tokens.valid[neighbour] & (tokens.rows[neighbour] == tokens.rows)
         # Log-probs near 0 are all alike.
-        is_pair &= (other == place + lag) & (np.minimum(tokens.train, rollout[other]) < -BOUNDS.lag_distance)
+        is_pair &= neighbour == place + lag
+        is_pair &= np.minimum(tokens.train, rollout[neighbour]) < -BOUNDS.lag_distance
         has_pairs = tokens.by_row(is_pair) >= _FEWEST_PAIRS
 
         # Of the same tokens: one that is far off at the end of a row has no neighbour on one side.
-        own, shifted = (
+        unshifted, shifted = (
             tokens.by_row(np.where(is_pair, np.abs(tokens.train - values), 0.0))
-            for values in (rollout, rollout[other])
+            for values in (rollout, rollout[neighbour])
         )
-        mean = own / np.maximum(tokens.by_row(is_pair), 1)
+        mean = unshifted / np.maximum(tokens.by_row(is_pair), 1)
         is_long = is_long | (has_pairs & (lag != 0))
         is_shifted = is_shifted | (
-            has_pairs & (mean > BOUNDS.lag_distance) & (shifted < BOUNDS.row_lag * own)
+            has_pairs & (mean > BOUNDS.lag_distance) & (shifted < BOUNDS.row_lag * unshifted)
         )
     return Broken(_numbers(tokens.record, np.flatnonzero(is_shifted)), int(is_long.sum()))
 
@@ -158,7 +158,7 @@ def _outside_mask(record: TokenRecord) -> Broken:
     Tokens that nobody sampled have none: 0, or not a number.
     """
     rollout, mask = record.tokens["rollout_log_prob"], record.tokens["response_mask"]
-    rows = np.repeat(np.arange(len(record.lengths)), record.lengths)
+    rows = record.row_numbers
     marked = np.unique(rows[mask])
     outside = np.unique(rows[~mask & np.isfinite(rollout) & (rollout != 0)])
     return Broken(_numbers(record, np.intersect1d(marked, outside)), len(marked))

@@ -40,14 +40,14 @@ class ComparedTokens:
         logs = record.log_ratio()
         if logs is None:
             return None
-        is_random = np.repeat(record.rows["chosen_by"] == "random", record.lengths)
-        valid = record.tokens["response_mask"] & is_random & np.isfinite(logs)
+        is_random = record.rows["chosen_by"] == "random"
+        valid = record.tokens["response_mask"] & is_random[record.row_numbers] & np.isfinite(logs)
         return cls(record, np.where(valid, logs, 0.0), valid) if valid.any() else None
 
     @cached_property
     def rows(self) -> Array:
         """int64 ``[tokens]``: the row of every token."""
-        return np.repeat(np.arange(len(self.record.lengths)), self.record.lengths)
+        return self.record.row_numbers
 
     @cached_property
     def positions(self) -> Array:
@@ -58,6 +58,12 @@ class ComparedTokens:
     def train(self) -> Array:
         """float64 ``[tokens]``: the trainer's log-prob, 0 where none is compared."""
         return self.finite("old_log_prob")
+
+    @property
+    def other_mass(self) -> Array:
+        """float64 ``[tokens]``: 1 - p, the trainer's probability of all other tokens."""
+        mass: Array = -np.expm1(np.minimum(self.train, 0.0))
+        return mass
 
     @cached_property
     def buckets(self) -> Array:
@@ -138,21 +144,20 @@ def _least_gradients(tokens: ComparedTokens) -> Array:
     ``g = (1 - p)^2 (1 + S)``, S the sum of the squared probabilities of the other tokens, each over 1 - p.
     Their entropy is ``h = (H - h_2(p)) / (1 - p)``, and ``exp(-h) <= S <= 1``.
     """
-    rest: Array = -np.expm1(np.minimum(tokens.train, 0.0))
-    least: Array = np.square(rest)
-    if "entropy" not in tokens.record.tokens:
-        return least
-    binary = -np.exp(tokens.train) * tokens.train - rest * np.log(np.maximum(rest, 1e-300))
-    entropy = np.maximum(tokens.finite("entropy") - binary, 0.0) / np.maximum(rest, 1e-300)
-    narrower: Array = least * (1.0 + np.exp(-entropy))
-    return narrower
+    other_mass = tokens.other_mass
+    least: Array = np.square(other_mass)
+    if "entropy" in tokens.record.tokens:
+        binary = -np.exp(tokens.train) * tokens.train - other_mass * np.log(np.maximum(other_mass, 1e-300))
+        entropy = np.maximum(tokens.finite("entropy") - binary, 0.0) / np.maximum(other_mass, 1e-300)
+        least = least * (1.0 + np.exp(-entropy))
+    return least
 
 
 def noise_interval(tokens: ComparedTokens) -> dict[str, float]:
     """The least and the most that logit noise can be where sums of squared probabilities are not known; empty
     where they are, or all tokens are certain."""
-    rest = -np.expm1(np.minimum(tokens.train, 0.0))
-    least, most = (float(tokens.counts @ values) for values in (_least_gradients(tokens), 2.0 * rest**2))
+    bounds = (_least_gradients(tokens), 2.0 * tokens.other_mass**2)
+    least, most = (float(tokens.counts @ gradients) for gradients in bounds)
     if "sum_pi_squared" in tokens.record.tokens or least <= SMALLEST_GRADIENTS:
         return {}
     square = float(tokens.counts @ np.clip(tokens.logs, -LOG_RATIO_BOUND, LOG_RATIO_BOUND) ** 2)
@@ -165,14 +170,14 @@ def _lags(tokens: ComparedTokens) -> tuple[Mean[float], ...]:
     rollout, last = tokens.train - tokens.logs, len(tokens.rows) - 1
     means = []
     for lag in BOUNDS.lags:
-        other = np.clip(head + lag, 0, last)
+        neighbour = np.clip(head + lag, 0, last)
         is_pair = (
-            (tokens.positions[other] == tokens.positions[head] + lag)
-            & (tokens.rows[other] == tokens.rows[head])
-            & tokens.valid[other]
-            & (tokens.positions[other] < BOUNDS.head)
+            (tokens.positions[neighbour] == tokens.positions[head] + lag)
+            & (tokens.rows[neighbour] == tokens.rows[head])
+            & tokens.valid[neighbour]
+            & (tokens.positions[neighbour] < BOUNDS.head)
         )
-        distances = np.abs(tokens.train[head] - rollout[other])[is_pair]
+        distances = np.abs(tokens.train[head] - rollout[neighbour])[is_pair]
         means.append(Mean(float(distances.sum()), float(is_pair.sum())))
     return tuple(means)
 

@@ -17,7 +17,7 @@ from verl_rc.metrics.signatures import signature_metrics
 def metrics_of(record: TokenRecord) -> dict[str, float]:
     """Means over the sampled tokens of random rows, and their signatures, by the catalogue's names."""
     random_rows = record.rows["chosen_by"] == "random"
-    counted = record.tokens["response_mask"] & np.repeat(random_rows, record.lengths)
+    counted = record.tokens["response_mask"] & random_rows[record.row_numbers]
     if not counted.any():
         return {}
     metrics = {
