@@ -1,4 +1,4 @@
-"""A run's folder, whole or not, into ``RunData``: finished, running, killed and resumed runs."""
+"""Reads a run's folder into ``RunData``: of finished, running, killed and resumed runs."""
 
 import json
 import re
@@ -72,7 +72,7 @@ def read_run(path: Path, first_step: int = 0, last_step: int = LARGEST_STEP) -> 
 
 
 def _read(path: Path, span: range) -> RunData:
-    """The run with token records and heat map of ``span`` alone, and all else of it."""
+    """The run; its token records and its heat map are those of ``span`` alone."""
     if not path.exists():
         raise NothingToReadError(f"{path} must be a run's folder or a log; there is no such file.")
     source = token_source(path)
@@ -99,7 +99,7 @@ def _read(path: Path, span: range) -> RunData:
 
 
 def _without_tokens(run: RunData) -> RunData:
-    """Say how the trainer's tokens would be recorded, where it is known whose run it is."""
+    """The run with a note that says how its trainer records tokens, where the trainer is known."""
     recording = RECORDINGS.get(run.trainer)
     if recording is not None:
         run.notes.append(
@@ -110,7 +110,7 @@ def _without_tokens(run: RunData) -> RunData:
 
 
 def with_tokens(run: RunData, source: TokenSource, span: range = _ALL_STEPS) -> RunData:
-    """A run of another trainer with its token records, which tell what its log lacks."""
+    """A run of another trainer with its token records, and the metrics that its log lacks and they tell."""
     run.tokens = read_tokens(source, run.notes, span[0], span[-1])
     run.trainer = run.trainer or source.trainer
     if run.tokens is None:
@@ -152,7 +152,7 @@ def _read_folder(folder: Path, source: TokenSource | None, span: range) -> RunDa
 
 
 def _alert(step: int, record: Record) -> Alert:
-    """An alert, without the damaged parts of its cause."""
+    """An alert without the damaged parts of its evidence."""
     title, text, cause = (str(record.get(name, "")) for name in ("title", "text", "cause"))
     return Alert(step, title, text, cause, numbers_of(record.get("evidence")))
 
@@ -188,7 +188,7 @@ def _text(path: Path, notes: list[str]) -> str | None:
 
 
 def _parsed(path: Path, notes: list[str], parse: Callable[[str], Any], otherwise: Any) -> Any:
-    """What ``parse`` makes of a text; ``otherwise`` where there is none, or where it is damaged."""
+    """The parsed text of a file; ``otherwise`` where there is no file, or where ``parse`` raises."""
     text = _text(path, notes)
     if text is None:
         return otherwise
@@ -208,7 +208,7 @@ def _settings(text: str) -> dict[str, Any]:
 
 
 def read_replays(folder: Path, notes: list[str]) -> list[ReplayedRecord]:
-    """What ``verl-rc diagnose --replay`` measured of all steps; nothing where it has not been called."""
+    """Measurements of ``verl-rc diagnose --replay``, of all steps; empty where it has not been called."""
     kind = TypeAdapter(list[ReplayedRecord])
     return _parsed(  # type: ignore[no-any-return]
         folder / DIAGNOSIS, notes, lambda text: kind.validate_python(json.loads(text)["replayed"]), []
@@ -223,13 +223,15 @@ def _total_steps(run: RunData) -> int | None:
 
 
 def _cut(run: RunData, span: range) -> RunData:
-    """The run as if only some of its steps had been logged. How it ended is that of its last step."""
+    """The run as if it had logged the steps of ``span`` alone. Its ending belongs to its last step."""
     steps = [step for step in run.steps if step in span]
-    shown = steps or (run.tokens.steps if run.tokens is not None else ())  # a step may have its records alone
-    if not shown:
-        there = f"steps {run.steps[0]} to {run.steps[-1]}" if run.steps else "none"
-        raise NothingToReadError(f"{run.path} must hold a step from {span[0]} to {span[-1]}; it has {there}.")
-    is_whole = bool(steps) and run.steps[-1] in span
+    readable = steps or (run.tokens.steps if run.tokens is not None else ())  # a step may have records alone
+    if not readable:
+        logged = f"steps {run.steps[0]} to {run.steps[-1]}" if run.steps else "none"
+        raise NothingToReadError(
+            f"{run.path} must hold a step from {span[0]} to {span[-1]}; it has {logged}."
+        )
+    has_last_step = bool(steps) and run.steps[-1] in span
     series = {name: series.between(span[0], span[-1]) for name, series in run.series.items()}
     return replace(
         run,
@@ -239,7 +241,7 @@ def _cut(run: RunData, span: range) -> RunData:
         alerts=[alert for alert in run.alerts if alert.step in span],
         samples=[sample for sample in run.samples if sample.step in span],
         replays=[record for record in run.replays if record.step in span],
-        total_steps=run.total_steps if is_whole else None,
-        ending=run.ending if is_whole else None,
-        notes=[*run.notes, f"Only steps {shown[0]} to {shown[-1]} are shown."],
+        total_steps=run.total_steps if has_last_step else None,
+        ending=run.ending if has_last_step else None,
+        notes=[*run.notes, f"Only steps {readable[0]} to {readable[-1]} are shown."],
     )

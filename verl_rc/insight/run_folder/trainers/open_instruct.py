@@ -20,7 +20,8 @@ def _rows(_: int, path: Path, lines: LineReader) -> Iterator[Row]:
         if isinstance(log_probs, list):
             computed = [value is not None and value != _NOT_COMPUTED for value in log_probs]
             row["rollout_log_prob"] = [
-                value if known else math.nan for value, known in zip(log_probs, computed, strict=True)
+                value if is_computed else math.nan
+                for value, is_computed in zip(log_probs, computed, strict=True)
             ]
             row["response_mask"] = computed
         yield {

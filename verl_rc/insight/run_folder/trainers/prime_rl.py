@@ -30,9 +30,9 @@ NAMES = {
 
 METRICS = "metrics.jsonl"
 """On by default; several lines a step. A run of verl_rc has a file of this name, too."""
-_THEIRS = ("mismatch_kl/", "entropy/all/", "optim/", "progress/")
+_PREFIXES = ("mismatch_kl/", "entropy/all/", "optim/", "progress/")
 _LOOKED_AT = 64
-"""Lines of which one must have a name of theirs."""
+"""First lines, of which one must have a metric with such a prefix."""
 
 
 def _rows(step: int, path: Path, lines: LineReader) -> Iterator[Row]:
@@ -43,13 +43,13 @@ def _rows(step: int, path: Path, lines: LineReader) -> Iterator[Row]:
 
 
 def has_metrics(path: Path) -> bool:
-    """Whether ``metrics.jsonl`` of a folder is theirs."""
+    """Whether prime-rl wrote the ``metrics.jsonl`` of a folder."""
     file = path / METRICS
     if not file.is_file():
         return False
     with file.open(encoding="utf-8", errors="replace") as lines:
         names = {name for line in islice(lines, _LOOKED_AT) for name in parse_line(line) or ()}
-    return any(name.startswith(_THEIRS) for name in names)
+    return any(name.startswith(_PREFIXES) for name in names)
 
 
 LAYOUT = Layout(

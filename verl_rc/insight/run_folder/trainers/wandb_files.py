@@ -73,7 +73,7 @@ def _records(path: Path) -> Iterator[bytes]:
         place = _HEADER.size
         parts: list[bytes] = []
         while True:
-            if _BLOCK - place % _BLOCK < _PART.size:  # what is left of a block is padding
+            if _BLOCK - place % _BLOCK < _PART.size:  # the remainder of a block is padding
                 place += len(file.read(_BLOCK - place % _BLOCK))
             head = file.read(_PART.size)
             if len(head) < _PART.size:
@@ -116,15 +116,15 @@ def export_rows(path: Path) -> Rows | None:
 
 
 def _names_a_step(path: Path) -> bool:
-    """Whether the beginning names W&B's step: a long log of another kind shall not be read to the end."""
+    """Whether the beginning of a file names W&B's step, so that a long log of another kind is not read."""
     with path.open("rb") as file:
         head = file.read(_LOOKED_AT)
     return _STEP.encode() in head or b"Step" in head
 
 
 def _by_step(rows: Iterable[Mapping[str, Any]]) -> Rows:
-    """Step and metrics of each row that has both; where the training step is logged, a row without it belongs
-    to the one before."""
+    """Step and metrics of each row that has both. Where the training step is logged, a row without one
+    belongs to the training step of the row before."""
     training_step = None
     for row in rows:
         numbers = {_parts(name)[2]: number for name, number in numbers_of(row).items() if number == number}
