@@ -72,19 +72,19 @@ def compare_weights(first: Path, second: Path) -> Comparison:
     """
     with tempfile.TemporaryDirectory() as scratch:
         second_tensors = _tensors_of(second, Path(scratch) / "second")
-        if first.is_file():
-            digests = _read(first)
-        else:
-            first_tensors = _tensors_of(first, Path(scratch) / "first")
-            digests = [TensorDigest.from_tensor(*named) for named in first_tensors.items()]
-        equal, differing, unknown = list[str](), list[str](), list[str]()
-        for entry in digests:
-            counterpart = _counterpart(entry, second_tensors)
-            if counterpart is None:
-                unknown.append(entry.name)
-            else:
-                (equal if tensor_digest(counterpart) == entry.digest else differing).append(entry.name)
-    return Comparison(tuple(equal), tuple(differing), tuple(unknown))
+        digests = (
+            _read(first)
+            if first.is_file()
+            else [
+                TensorDigest.from_tensor(*named)
+                for named in _tensors_of(first, Path(scratch) / "first").items()
+            ]
+        )
+        outcomes = {digest.name: _is_equal(digest, second_tensors) for digest in digests}
+    equal, differing, unknown = (
+        tuple(name for name, outcome in outcomes.items() if outcome is value) for value in (True, False, None)
+    )
+    return Comparison(equal, differing, unknown)
 
 
 def _read(path: Path) -> list[TensorDigest]:
@@ -107,14 +107,16 @@ def _tensors_of(folder: Path, scratch: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _counterpart(spec: TensorSpec, tensors: Mapping[str, Tensor]) -> Tensor | None:
-    """The tensor of the second side as the first side would hold it; None where it has none of that shape."""
-    fused = next((name for name in _FUSED if f".{name}." in spec.name), None)
-    names = [spec.name] if fused is None else [spec.name.replace(fused, part) for part in _FUSED[fused]]
-    if not all(name in tensors for name in names) or not hasattr(torch, spec.dtype):
+def _is_equal(digest: TensorDigest, tensors: Mapping[str, Tensor]) -> bool | None:
+    """Whether the same tensor of the second side has this digest; None where it has none of that shape."""
+    fused = next((name for name in _FUSED if f".{name}." in digest.name), None)
+    names = [digest.name] if fused is None else [digest.name.replace(fused, part) for part in _FUSED[fused]]
+    if not all(name in tensors for name in names) or not hasattr(torch, digest.dtype):
         return None
     tensor = torch.cat([tensors[name] for name in names]) if fused else tensors[names[0]]
-    padding = spec.shape[0] - tensor.shape[0] if tensor.dim() and spec.shape else 0
+    padding = digest.shape[0] - tensor.shape[0] if tensor.dim() and digest.shape else 0
     if padding > 0:  # the engine pads the vocabulary
         tensor = torch.cat([tensor, tensor.new_zeros(padding, *tensor.shape[1:])])
-    return tensor.to(spec.torch_dtype) if tuple(tensor.shape) == spec.shape else None
+    if tuple(tensor.shape) != digest.shape:
+        return None
+    return tensor_digest(tensor.to(digest.torch_dtype)) == digest.digest

@@ -3,7 +3,7 @@
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -194,10 +194,6 @@ class ReplayedRecord:
         return min(
             self.versions, key=lambda version: (self.versions[version], -version), default=self.version
         )
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the record for machines."""
-        return asdict(self)
 
 
 @dataclass
