@@ -22,7 +22,7 @@ from verl_rc.insight.run_folder.lines import (
     restart_notes,
 )
 from verl_rc.insight.run_folder.records import Columns, RunData, SavedSample
-from verl_rc.insight.run_folder.token_files import LineReader
+from verl_rc.insight.run_folder.token_files import read_lines
 from verl_rc.insight.run_folder.trainers import prime_rl, trl, wandb_files
 
 _T = TypeVar("_T")
@@ -215,9 +215,9 @@ def _from_dumps(path: Path, files: list[Path]) -> RunData | None:
 
 def _dumped(files: list[Path], scores: dict[int, list[float]], notes: list[str]) -> Iterator[SavedSample]:
     """Yield the samples that have a score, which is added to ``scores`` of its step."""
-    read_lines, left_out = LineReader(notes), 0
+    left_out = 0
     for file in files:
-        for sample in read_lines(file):
+        for sample in read_lines(file, notes):
             step, score = int(file.stem), as_number(sample.get("score"))
             if score is None or math.isnan(score) or "output" not in sample:
                 left_out += 1

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from verl_rc.data.token_record import (
     TokenRecord,
     required_facts,
 )
-from verl_rc.data.token_rows import Row, parse_line, record_of_rows, records_by_step, whole_rows
+from verl_rc.data.token_rows import Row, parse_line, record_of_rows, records_by_step
 from verl_rc.insight.run_folder.lines import first_few
 
 OWN_TRAINER = "verl_rc"
@@ -81,8 +82,8 @@ class Layout:
     """Where token files lie below a folder."""
     number: str
     """Regular expression for the path of a token file, with the file's step as its group."""
-    rows: Callable[[int, Path, "LineReader"], Iterable[Row]]
-    """Rows of one file of a step."""
+    rows: Callable[[int, Path, list[str]], Iterable[Row]]
+    """Rows of one file of a step; the list takes notes."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What holds for every run of it."""
     lacks: Sequence[str] = ()
@@ -103,17 +104,17 @@ class Layout:
         if not files:
             return None
         notes = [f"Token files of {self.trainer} at {len(files):,} steps.", *self.lacks]
-        files, reader = files_to_read(files, notes), LineReader(notes)
+        files = files_to_read(files, notes)
         facts = {"trainer": self.trainer, **self.facts}
         if self.holds_many_steps:
             shards = (file for paths in files.values() for file in paths)
-            rows = (row for file in shards for row in self.rows(0, file, reader))
+            rows = (row for file in shards for row in self.rows(0, file, notes))
             return TokenSource.from_records(self.trainer, records_by_step(facts, rows), notes)
 
         def read(step: int) -> TokenRecord:
             errors = (LookupError, TypeError, ValueError, AttributeError)
             with refused_as(f"its fields are not those of {self.trainer}", *errors):
-                rows = [row for file in files[step] for row in self.rows(step, file, reader)]
+                rows = [row for file in files[step] for row in self.rows(step, file, notes)]
             identified = {row[self.identity]: row for row in rows if row.get(self.identity) is not None}
             unidentified = [row for row in rows if row.get(self.identity) is None]
             return record_of_rows(facts, step, [*identified.values(), *unidentified])
@@ -133,26 +134,22 @@ def refused_as(sentence: str, *errors: type[Exception]) -> Iterator[None]:
         raise DamagedRecordError(f"{sentence}: {reason}") from error
 
 
-@dataclass(frozen=True)
-class LineReader:
-    """Reads JSON lines; says what it left out."""
-
-    notes: list[str]
-
-    def __call__(self, path: Path) -> Iterator[dict[str, Any]]:
-        """The objects of a file; of one that is too long, every so many lines."""
-        stride = math.ceil(path.stat().st_size / MOST_BYTES)
-        if stride > 1:
-            self._note(f"{path.name} has {_size(path.stat().st_size)}: every {stride}th line was read.")
-        damaged: list[str] = []
-        with path.open(encoding="utf-8", errors="replace") as file:
-            yield from whole_rows((line for n, line in enumerate(file) if n % stride == 0), damaged)
-        for sentence in damaged:
-            self._note(f"{path.name}: {sentence}.")
-
-    def _note(self, sentence: str) -> None:
-        if sentence not in self.notes:
-            self.notes.append(sentence)
+def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines; of a file that is too long, every so many lines. Each note is
+    added once."""
+    size, broken = path.stat().st_size, 0
+    stride = math.ceil(size / MOST_BYTES)
+    sentences = [f"{path.name} has {_size(size)}: every {stride}th line was read."] * (stride > 1)
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in islice(file, 0, None, max(stride, 1)):
+            row = parse_line(line)
+            if row is not None:
+                yield row
+            elif line.strip():
+                broken += 1
+    if broken:
+        sentences.append(f"{path.name}: {broken} line(s) are half written or no rows, and left out.")
+    notes.extend(sentence for sentence in sentences if sentence not in notes)
 
 
 def _files_by_step(paths: Iterable[Path], number: str) -> Files:
@@ -208,14 +205,14 @@ def own_source(path: Path) -> TokenSource | None:
     if not files:
         return None
     notes = _rank_notes(files)
-    files, reader = files_to_read(files, notes), LineReader(notes)
+    files = files_to_read(files, notes)
     first_file = next(iter(files.values()))[0]
     trainer = str((_facts_or_none(first_file) or {}).get("trainer", UNKNOWN_TRAINER))
 
     def read(step: int) -> TokenRecord:
         if files[step][0].suffix == ".parquet":
             return _parquet(files[step][0])
-        lines = [line for file in files[step] for line in reader(file)]
+        lines = [line for file in files[step] for line in read_lines(file, notes)]
         facts = required_facts(next((line for line in lines if VERSION_FACT in line), None))
         return record_of_rows(facts, step, [line for line in lines if VERSION_FACT not in line])
 
@@ -227,7 +224,7 @@ def _single_file(path: Path) -> TokenSource:
     if path.suffix == ".parquet":
         record = _parquet(path)
         return TokenSource.from_records(str(record.facts.get("trainer", "")), [record], notes)
-    lines = LineReader(notes)(path)
+    lines = read_lines(path, notes)
     facts = required_facts(next(lines, None))
     return TokenSource.from_records(str(facts.get("trainer", "")), records_by_step(facts, lines), notes)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_rc.data.token_rows import Row
-from verl_rc.insight.run_folder.token_files import Layout, LineReader
+from verl_rc.insight.run_folder.token_files import Layout, read_lines
 from verl_rc.insight.run_folder.trainers.sequences import behind_the_prompt
 
 FIELDS = {
@@ -20,8 +20,8 @@ FIELDS = {
 right."""
 
 
-def _rows(step: int, path: Path, lines: LineReader) -> Iterator[Row]:
-    for line in lines(path):
+def _rows(step: int, path: Path, notes: list[str]) -> Iterator[Row]:
+    for line in read_lines(path, notes):
         values = {ours: _unbatched(line.get(theirs)) for ours, theirs in FIELDS.items()}
         length = _unbatched(line.get("input_lengths"))
         if isinstance(length, int):

@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 from verl_rc.data.token_rows import Row, parse_line
-from verl_rc.insight.run_folder.token_files import Layout, LineReader
+from verl_rc.insight.run_folder.token_files import Layout, read_lines
 from verl_rc.insight.run_folder.trainers.sequences import behind_the_prompt
 
 FIELDS = {
@@ -35,8 +35,8 @@ _LOOKED_AT = 64
 """First lines, of which one must have a metric with such a prefix."""
 
 
-def _rows(step: int, path: Path, lines: LineReader) -> Iterator[Row]:
-    for line in lines(path):
+def _rows(step: int, path: Path, notes: list[str]) -> Iterator[Row]:
+    for line in read_lines(path, notes):
         row = behind_the_prompt({ours: line.get(theirs) for ours, theirs in FIELDS.items()})
         if row is not None:
             yield {**row, "step": step, "source": line.get("env_name")}

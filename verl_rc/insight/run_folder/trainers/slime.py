@@ -6,7 +6,7 @@ from typing import Any
 
 from verl_rc.data.token_record import DamagedRecordError
 from verl_rc.data.token_rows import Row
-from verl_rc.insight.run_folder.token_files import Layout, LineReader
+from verl_rc.insight.run_folder.token_files import Layout
 from verl_rc.insight.run_folder.trainers.tensors import load_tensors
 
 FIELDS = {
@@ -21,7 +21,7 @@ FIELDS = {
 _FORMAT = 2
 
 
-def _rows(step: int, path: Path, _: LineReader) -> Iterator[Row]:
+def _rows(step: int, path: Path, _: list[str]) -> Iterator[Row]:
     dump = load_tensors(path)
     if not isinstance(dump, dict) or dump.get("format_version") != _FORMAT:
         version = dump.get("format_version") if isinstance(dump, dict) else None
