@@ -86,7 +86,7 @@ class Diagnosis:
         """For machines."""
         return {
             "statements": [statement.as_json() for statement in self.statements],
-            "replayed": [asdict(record) for record in self.replayed],
+            "replayed": [record.as_json() for record in self.replayed],
             "seconds": dict(self.seconds),
             "notes": list(self.notes),
             "rows": [asdict(row) for row in self.rows],
