@@ -10,11 +10,12 @@ import torch
 from real_runs import of_folder, train
 from small_runs import run_overrides
 
+from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import TokenBatch
 from verl_rc.data.token_record import FOLDER
 from verl_rc.exact import LIBRARIES
 from verl_rc.insight.replay.rows import read_rows
-from verl_rc.insight.replay.trainer import Scoring, TrainerReplay
+from verl_rc.insight.replay.trainer import TrainerReplay
 from verl_rc.insight.replay.weights import KeptWeights, config_of
 
 EXACT = [
@@ -38,8 +39,8 @@ PARTIAL = [
 ]
 
 
-def scores_of(scoring: Scoring, weights: Path, tokens: TokenBatch) -> torch.Tensor:
-    return TrainerReplay(scoring, weights).score(tokens)
+def scores_of(config: RunConfig, weights: str, tokens: TokenBatch) -> torch.Tensor:
+    return TrainerReplay(config, weights).score(tokens)
 
 
 def test_every_token_of_a_partial_rollout_is_that_of_its_own_weights(
@@ -60,8 +61,7 @@ def test_every_token_of_a_partial_rollout_is_that_of_its_own_weights(
             continued += int((young & (rows.versions[:, :1] < rows.step - 1)).sum())
             for version in set(rows.versions.unique().tolist()) - {-1}:
                 here = rows.versions == version
-                scoring = Scoring.from_config(config)
-                scores = fresh.submit(scores_of, scoring, kept.folder(version), rows.tokens).result()
+                scores = fresh.submit(scores_of, config, kept.folder(version), rows.tokens).result()
                 assert torch.equal(scores[here], rows.rollout[here]), (rows.step, version)
                 compared.add(rows.step - 1 - version)
     assert compared == {0, 1}, f"{tmp_path / FOLDER} must hold tokens of both ages"

@@ -17,7 +17,7 @@ from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.health.cause_table import STALE_CACHE
 from verl_rc.insight.diagnosis import DiagnosisRequest
 from verl_rc.insight.replay.diagnosis import diagnose_with_replays
-from verl_rc.insight.replay.operations import find_parting
+from verl_rc.insight.replay.operations import find_divergence
 from verl_rc.workers.environment import engine_environment
 from verl_rc.workers.export import export_checkpoint
 
@@ -109,6 +109,6 @@ def test_the_operation_where_an_engine_parts_is_named(overrides: str, named: str
     base = write_tiny_model(tmp_path / "base")
     keys = (*KEYS, f"actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides={{{overrides}}}")
     config = small_run_config(base, *keys, "actor_rollout_ref.rollout.dtype=bfloat16")
-    found = find_parting(config, str(base), PROMPTS)
+    found = find_divergence(config, str(base), PROMPTS)
     assert found.first.startswith("model.layers.0.")
-    assert found.beyond == named
+    assert found.beyond_rounding == named

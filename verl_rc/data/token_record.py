@@ -112,6 +112,11 @@ class TokenRecord:
         starts: Array = np.cumsum(self.lengths) - self.lengths
         return starts
 
+    @property
+    def row_numbers(self) -> Array:
+        """int64 ``[tokens]``: the row of each token."""
+        return np.repeat(np.arange(len(self.lengths)), self.lengths)
+
     def of_row(self, index: int) -> slice:
         """The tokens of a row."""
         start = int(self.starts[index])

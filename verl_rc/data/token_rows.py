@@ -101,19 +101,6 @@ def parse_line(line: str) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def whole_rows(lines: Iterable[str], damaged: list[str]) -> Iterator[dict[str, Any]]:
-    """The objects of lines; lines that hold none are counted in ``damaged``."""
-    broken = 0
-    for line in lines:
-        row = parse_line(line)
-        if row is not None:
-            yield row
-        elif line.strip():
-            broken += 1
-    if broken:
-        damaged.append(f"{broken} line(s) are half written or no rows, and left out")
-
-
 def records_by_step(facts: Mapping[str, Any], rows: Iterable[Row]) -> Iterator[TokenRecord]:
     """Records of rows that come in any order of steps."""
     steps: dict[int, list[Row]] = {}

@@ -1,4 +1,4 @@
-"""What replays of recorded tokens say of the gap of a run, beside its metrics."""
+"""``verl-rc diagnose --replay``: causes of a run's gap, from metrics and from replays of recorded tokens."""
 
 import json
 import math
@@ -21,9 +21,9 @@ from verl_rc.distributed.process_group import trainer_device
 from verl_rc.insight.diagnosis import WITH_MODEL, Diagnosis, DiagnosisRequest, diagnosis_of
 from verl_rc.insight.replay.engine import ReplayEngine
 from verl_rc.insight.replay.mistakes import Mistakes, wrong_prompts
-from verl_rc.insight.replay.operations import find_parting
-from verl_rc.insight.replay.rows import NothingToReplayError, RecordedRows, chosen, read_rows
-from verl_rc.insight.replay.trainer import Scoring, TrainerReplay
+from verl_rc.insight.replay.operations import find_divergence
+from verl_rc.insight.replay.rows import NothingToReplayError, RecordedRows, read_rows, select_records
+from verl_rc.insight.replay.trainer import TrainerReplay
 from verl_rc.insight.replay.weights import KeptWeights, config_of
 from verl_rc.insight.run_folder import DIAGNOSIS, Part, ReplayedRecord, RunData, read_replays, read_run
 from verl_rc.insight.verdict.diagnosis import with_replays
@@ -34,8 +34,9 @@ from verl_rc.workers.language_model import torch_dtype
 
 
 def diagnose_with_replays(request: DiagnosisRequest) -> Diagnosis:
-    """Judge the gap of a run from its metrics and from replays, which are written beside the run, where its
-    report finds them.
+    """Judge the gap of a run from its metrics and from replays.
+
+    The replays are written to ``diagnosis.json`` in the run's folder, where its report reads them.
 
     Raises:
         ValueError: the folder holds no run, or lacks what the replays need.
@@ -49,15 +50,15 @@ def diagnose_with_replays(request: DiagnosisRequest) -> Diagnosis:
         session = _Session(request, config, KeptWeights(config, request.folder, Path(scratch)))
         session.replay()
     records = merged(_records_of_the_run(request.folder), session.replayed)
-    whole = session.diagnosis(run, from_metrics, records)
-    (request.folder / DIAGNOSIS).write_text(json.dumps(whole.as_json(), indent=1) + "\n", encoding="utf-8")
-    asked = [record for record in records if request.first_step <= record.step <= request.last_step]
-    return session.diagnosis(run, from_metrics, asked)
+    document = json.dumps(session.diagnosis(run, from_metrics, records).as_json(), indent=1)
+    (request.folder / DIAGNOSIS).write_text(document + "\n", encoding="utf-8")
+    span = range(request.first_step, request.last_step + 1)
+    return session.diagnosis(run, from_metrics, [record for record in records if record.step in span])
 
 
 def _records_of_the_run(folder: Path) -> list[ReplayedRecord]:
-    """Replays of token records that are there and were not written since: a resumed run may have made a step
-    again."""
+    """Earlier replays, without those of token records that are gone or were written again: a resumed run may
+    have repeated a step."""
     earlier = read_replays(folder, [])
     if not earlier:
         return []
@@ -71,9 +72,8 @@ class _Session:
 
     def __init__(self, request: DiagnosisRequest, config: RunConfig, kept: KeptWeights) -> None:
         rows = read_rows(request.folder, request.rows, request.first_step, request.last_step)
-        self._config, self._kept, self._wanted = config, kept, set(request.replays)
-        self._scoring = Scoring.from_config(config)
-        self._rows = chosen(rows, kept.versions)
+        self._config, self._kept, self._replays = config, kept, set(request.replays)
+        self._rows = select_records(rows, kept.versions)
         self._tokenizer = load_tokenizer(
             str(config.actor_rollout_ref.model.path), config.data.trust_remote_code
         )
@@ -87,20 +87,17 @@ class _Session:
             )
 
     def replay(self) -> None:
-        """Replay every chosen record; the engines come last, because they run in separate processes."""
+        """Replay every selected record; the engines come last, because they run in separate processes."""
         trainer_results = [self._by_trainer(rows) for rows in self._rows]
-        best = [
-            record.best_version if "R3" in self._wanted else record.version for record, _ in trainer_results
+        versions = [
+            record.best_version if "R3" in self._replays else record.version for record, _ in trainer_results
         ]
-        by_engine = self._by_engines(best)
-        for rows, (record, scores), version, engine_result in zip(
-            self._rows, trainer_results, best, by_engine, strict=True
-        ):
+        results = zip(self._rows, trainer_results, versions, self._by_engines(versions), strict=True)
+        for rows, (record, scores), version, engine_result in results:
             numbers = {**record.numbers, **engine_result.numbers}
-            self.replayed.append(
-                replace(record, numbers=numbers, parts=_parts(rows, scores, version, engine_result))
-            )
-        if "R8" in self._wanted and self._rows:
+            parts = _parts(rows, scores, version, engine_result)
+            self.replayed.append(replace(record, numbers=numbers, parts=parts))
+        if "R8" in self._replays and self._rows:
             self._by_operations()
 
     def diagnosis(
@@ -111,18 +108,14 @@ class _Session:
         return Diagnosis(causes, tuple(records), self.seconds, tuple(self.notes), from_metrics.rows)
 
     def _by_trainer(self, rows: RecordedRows) -> tuple[ReplayedRecord, dict[int, Tensor]]:
-        """What the trainer's code measures; log-probs by version of the weights."""
-        scores: dict[int, Tensor] = {}
+        """Measurements by the trainer's code, and its log-probs ``[B, R]`` by version of the weights."""
         mistakes = Mistakes()
         model = self._model(rows.trainer_version)
         with self._timed("R0"):
-            scores[rows.trainer_version] = clean = model.score(rows.tokens)
-            numbers = {
-                "trainer_twice": rows.rms(
-                    model.score_as_trained(rows.tokens), model.score_as_trained(rows.tokens)
-                )
-            }
-        if "R1" in self._wanted:
+            clean = model.score(rows.tokens)
+            first, second = (model.score_as_trained(rows.tokens) for _ in range(2))
+        scores, numbers = {rows.trainer_version: clean}, {"trainer_twice": rows.rms(first, second)}
+        if "R1" in self._replays:
             with self._timed("R1"):
                 numbers["alone"] = rows.rms(model.score(rows.tokens, alone=True), clean)
                 mistakes = self._mistakes(model, rows, clean)
@@ -130,54 +123,55 @@ class _Session:
         precision = torch_name(self._config.actor_rollout_ref.actor.fsdp_config.dtype)
         if precision != "float32":  # other batches round otherwise there
             numbers["noise"] = numbers.get("alone", PLAUSIBLE_NOISE[precision])
-        if "R4" in self._wanted:
+        if "R4" in self._replays:
             with self._timed("R4"):
                 numbers["retokenised"] = self._retokenised_share(rows)
         with self._timed("R3"):
-            for version in self._kept.versions if "R3" in self._wanted else [rows.version]:
+            for version in self._kept.versions if "R3" in self._replays else [rows.version]:
                 if version <= rows.version and version not in scores:
                     scores[version] = self._model(version).score(rows.tokens)
-        if "R2" in self._wanted:
+        if "R2" in self._replays:
             with self._timed("R2"):
                 numbers |= self._precision(rows, clean)
-        gap = rows.rms(rows.train, rows.rollout) if rows.train is not None else 0.0
         sizes = {
-            version: rows.rms(values, rows.rollout)
-            for version, values in scores.items()
+            version: rows.rms(log_probs, rows.rollout)
+            for version, log_probs in scores.items()
             if version <= rows.version
         }
         record = ReplayedRecord(
             rows.step,
             rows.version,
             tokens=int(rows.counted.sum()),
-            gap=gap,
+            gap=rows.gap,
             versions=sizes,
             numbers=numbers,
-            reproduced_by=mistakes.of_trainer,
-            engine_reproduced_by=mistakes.of_engine,
+            reproduced_by=mistakes.trainer,
+            engine_reproduced_by=mistakes.engine,
         )
         return record, scores
 
     def _precision(self, rows: RecordedRows, clean: Tensor) -> dict[str, float]:
-        """R2: what the engine's dtype makes beside the trainer's, and the healthy gap: each rounds on its
-        own."""
-
-        def score(dtype: torch.dtype) -> Tensor:
-            folder = self._kept.folder(rows.trainer_version)
-            return TrainerReplay(self._scoring, folder, dtype).score(rows.tokens)
-
-        engine = score(torch_dtype(self._scoring.engine_dtype))
+        """R2: the gap that the engine's dtype makes beside the trainer's, and the healthy gap, for which both
+        round independently."""
+        actor, rollout = self._config.actor_rollout_ref.actor, self._config.actor_rollout_ref.rollout
+        engine = self._model(rows.trainer_version, torch_dtype(rollout.dtype)).score(rows.tokens)
         numbers = {"precision": rows.rms(engine, clean)}
-        rollout = self._config.actor_rollout_ref.rollout
-        if rollout.quantization is None and not rollout.kv_cache_dtype.startswith("fp8"):
-            exact = clean if torch_name(self._scoring.dtype) == "float32" else score(torch.float32)
+        if not self._is_quantised:
+            is_exact = torch_name(actor.fsdp_config.dtype) == "float32"
+            exact = clean if is_exact else self._model(rows.trainer_version, torch.float32).score(rows.tokens)
             numbers[HEALTHY] = math.hypot(rows.rms(engine, exact), rows.rms(clean, exact))
         return numbers
 
+    @property
+    def _is_quantised(self) -> bool:
+        """Whether the engine's weights or its KV cache are quantised."""
+        rollout = self._config.actor_rollout_ref.rollout
+        return rollout.quantization is not None or rollout.kv_cache_dtype.startswith("fp8")
+
     def _by_engines(self, versions: Sequence[int]) -> list["_EngineResult"]:
-        """What engines measure of each record with the weights that the run's engine held."""
+        """Measurements of each record by engines with the weights ``versions`` of the run's engine."""
         results = [_EngineResult() for _ in self._rows]
-        replays = self._wanted & {"R5", "R6", "R7"}
+        replays = self._replays & {"R5", "R6", "R7"}
         if replays and self._config.actor_rollout_ref.rollout.temperature != 1.0:
             self.notes.append(
                 f"{', '.join(sorted(replays))} left out: engines that are given tokens score them at "
@@ -192,22 +186,22 @@ class _Session:
 
     def _by_run_engine(self, results: Sequence["_EngineResult"], versions: Sequence[int]) -> None:
         """R5 and R7, by one engine built as the run's was."""
-        with self._timed("R5" if "R5" in self._wanted else "R7"):
-            engine = ReplayEngine(self._config, self._kept.folder(versions[0]), caches="R7" in self._wanted)
+        with self._timed("R5" if "R5" in self._replays else "R7"):
+            engine = ReplayEngine(self._config, self._kept.folder(versions[0]), caches="R7" in self._replays)
         with closing(engine):
             for rows, result, version in zip(self._rows, results, versions, strict=True):
-                if "R5" in self._wanted:
+                if "R5" in self._replays:
                     with self._timed("R5"):
                         result.prefill = engine.prefilled(rows, self._kept.folder(version))
-                if "R7" in self._wanted:
+                if "R7" in self._replays:
                     with self._timed("R7"):
                         self._by_cache(engine, rows, result, version)
 
     def _by_cache(
         self, engine: ReplayEngine, rows: RecordedRows, result: "_EngineResult", version_held: int
     ) -> None:
-        """R7: with an empty cache, and with one that older weights filled: those of the start, and the
-        last before."""
+        """R7: with an empty prefix cache, and with one that older weights filled: the first version, and the
+        version before."""
         result.decode, _ = engine.decoded(rows, self._kept.folder(version_held))
         result.numbers["own_cache"] = rows.rms(result.decode, rows.rollout)
         older = [version for version in self._kept.versions if version < rows.version]
@@ -219,18 +213,18 @@ class _Session:
 
     def _by_operations(self) -> None:
         """R8: of the last record."""
-        rollout, rows = self._config.actor_rollout_ref.rollout, self._rows[-1]
-        is_quantised = rollout.quantization is not None or rollout.kv_cache_dtype.startswith("fp8")
-        if is_quantised or trainer_device(self._config.trainer.device).type != "cpu":
+        if self._is_quantised or trainer_device(self._config.trainer.device).type != "cpu":
             self.notes.append("R8 left out: it knows engines on a CPU, without quantisation")
             return
         with self._timed("R8"):
-            found = find_parting(self._config, self._kept.folder(rows.version), rows.prompts)
-        numbers = {"operation_gap": found.gap, "operation_rounding": found.rounding}
-        last = self.replayed[-1]
-        self.replayed[-1] = replace(last, operation=found.beyond, numbers={**last.numbers, **numbers})
-        if not found.beyond:
-            first = f"the first that differs at all is {found.first}" if found.first else "all are equal"
+            rows = self._rows[-1]
+            divergence = find_divergence(self._config, self._kept.folder(rows.version), rows.prompts)
+        last, operation = self.replayed[-1], divergence.beyond_rounding
+        numbers = {"operation_gap": divergence.gap, "operation_rounding": divergence.rounding}
+        self.replayed[-1] = replace(last, operation=operation, numbers={**last.numbers, **numbers})
+        if not operation:
+            first = divergence.first and f"the first that differs at all is {divergence.first}"
+            first = first or "all are equal"
             self.notes.append(f"R8: no operation is farther from the trainer's than rounding makes; {first}")
 
     def _by_plain_engine(self, results: Sequence["_EngineResult"], versions: Sequence[int]) -> None:
@@ -241,9 +235,7 @@ class _Session:
                     result.plain = engine.prefilled(rows, self._kept.folder(version))
             for rows, result, version in zip(self._rows, results, versions, strict=True):
                 assert result.plain is not None
-                exact = TrainerReplay(self._scoring, self._kept.folder(version), torch.float32).score(
-                    rows.tokens
-                )
+                exact = self._model(version, torch.float32).score(rows.tokens)
                 result.numbers["kernels"] = rows.rms(exact, result.plain)
 
     def _mistakes(self, model: TrainerReplay, rows: RecordedRows, clean: Tensor) -> Mistakes:
@@ -252,12 +244,12 @@ class _Session:
             name: model.score(rows.with_prompts(prompts))
             for name, prompts in wrong_prompts(rows.prompts, longest, padding)
         }
-        # Else other weights would be in the comparison, too.
+        # The trainer's weights must be the engine's, or the comparison would measure the weights, too.
         rollout = rows.rollout if rows.version == rows.trainer_version else None
         return Mistakes.from_scores(rows.rms, clean, mistaken, rows.train, rollout)
 
     def _retokenised_share(self, rows: RecordedRows) -> float:
-        """Share of rows whose ids do not come back from their text."""
+        """Share of rows whose text is encoded to other ids."""
         count = 0
         for row, length in enumerate(rows.tokens.response_lengths.tolist()):
             ids = rows.tokens.responses[row, :length].tolist()
@@ -265,8 +257,8 @@ class _Session:
             count += self._tokenizer.encode(text, add_special_tokens=False) != ids
         return count / len(rows.tokens)
 
-    def _model(self, version: int) -> TrainerReplay:
-        return TrainerReplay(self._scoring, self._kept.folder(version))
+    def _model(self, version: int, dtype: torch.dtype | None = None) -> TrainerReplay:
+        return TrainerReplay(self._config, self._kept.folder(version), dtype)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -280,23 +272,26 @@ class _Session:
 
 @dataclass
 class _EngineResult:
-    """What engines measured of a record, as far as they were asked: log-probs float32 ``[B, R]``, nats."""
+    """Measurements of a record by engines: log-probs float32 ``[B, R]``, nats; None without the replay."""
 
     plain: Tensor | None = None
+    """R6: of the engine in float32, one row at a time."""
     prefill: Tensor | None = None
+    """R5: of the run's engine by prefill."""
     decode: Tensor | None = None
+    """R7: of the run's engine token by token."""
     numbers: dict[str, float] = field(default_factory=dict)
 
 
 def _parts(
     rows: RecordedRows, scores: Mapping[int, Tensor], version: int, engines: _EngineResult
 ) -> dict[str, Part]:
-    """The gap as a sum, from the trainer to the engine; a part that was not replayed is in its
-    predecessor."""
+    """Parts whose sum is the gap, from the trainer to the engine. The part before a missing replay includes
+    that replay's part."""
     chain = [("trainer", rows.train), ("versions", scores[rows.trainer_version]), ("engine", scores[version])]
     chain += [("precision", engines.plain), ("decode", engines.prefill), ("rest", engines.decode)]
     measured = [(name, values) for name, values in chain if values is not None]
-    if measured[-1][0] == "decode":  # what separates the two was not replayed
+    if measured[-1][0] == "decode":  # no R7 separates it from the rest
         measured[-1] = ("rest", measured[-1][1])
     return parts_of(
         [(name, values[rows.counted].numpy()) for name, values in measured],

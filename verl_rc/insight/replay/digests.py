@@ -8,10 +8,11 @@ the trainer's parts behind one another, in the engine's dtype.
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -22,17 +23,28 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 """Names of tensors in vLLM, and of their parts in a model folder, in order."""
 _MOST_NAMED = 8
 
-Digests = Mapping[str, tuple[TensorSpec, int]]
+
+@dataclass(frozen=True)
+class TensorDigest(TensorSpec):
+    """A tensor and the digest of its bytes: an entry of a file of digests."""
+
+    digest: int
+
+    @classmethod
+    def from_tensor(cls, name: str, tensor: Tensor) -> "TensorDigest":
+        """The digest of a tensor."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(name, dtype, tuple(tensor.shape), tensor_digest(tensor))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Tensors by what a comparison said of them, in the order of the first side."""
+    """Names of the compared tensors, in the order of the first side."""
 
     equal: tuple[str, ...]
     differing: tuple[str, ...]
     unknown: tuple[str, ...]
-    """That the other side lacks, or has in another shape."""
+    """Tensors that the second side lacks, or has in another shape."""
 
     def lines(self) -> Iterator[str]:
         """For the console: the first tensors that differ."""
@@ -46,16 +58,8 @@ class Comparison:
 
 def write_digests(model: nn.Module, path: str) -> None:
     """Write digests of all parameters that a process holds, whole or its shards."""
-    entries = [
-        {
-            "name": name,
-            "dtype": str(parameter.dtype).removeprefix("torch."),
-            "shape": list(parameter.shape),
-            "digest": tensor_digest(parameter),
-        }
-        for name, parameter in model.named_parameters()
-    ]
-    Path(path).write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    digests = [asdict(TensorDigest.from_tensor(*named)) for named in model.named_parameters()]
+    Path(path).write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")
 
 
 def compare_weights(first: Path, second: Path) -> Comparison:
@@ -67,44 +71,28 @@ def compare_weights(first: Path, second: Path) -> Comparison:
         ExportError: a checkpoint cannot be read.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = _tensors_of(second, Path(scratch) / "second")
-        if first.is_file():
-            digests = _read(first)
-        else:
-            digests = {
-                name: _digest(name, tensor)
-                for name, tensor in _tensors_of(first, Path(scratch) / "first").items()
-            }
-        sides = [
-            (name, spec, digest, _counterpart(spec, trainer)) for name, (spec, digest) in digests.items()
-        ]
-        compared = {
-            name: digest == tensor_digest(other) for name, _, digest, other in sides if other is not None
-        }
-    return Comparison(
-        tuple(name for name, is_equal in compared.items() if is_equal),
-        tuple(name for name, is_equal in compared.items() if not is_equal),
-        tuple(name for name in digests if name not in compared),
+        second_tensors = _tensors_of(second, Path(scratch) / "second")
+        digests = (
+            _read(first)
+            if first.is_file()
+            else [
+                TensorDigest.from_tensor(*named)
+                for named in _tensors_of(first, Path(scratch) / "first").items()
+            ]
+        )
+        outcomes = {digest.name: _is_equal(digest, second_tensors) for digest in digests}
+    equal, differing, unknown = (
+        tuple(name for name, outcome in outcomes.items() if outcome is value) for value in (True, False, None)
     )
+    return Comparison(equal, differing, unknown)
 
 
-def _digest(name: str, tensor: Tensor) -> tuple[TensorSpec, int]:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorSpec(name, dtype, tuple(tensor.shape)), tensor_digest(tensor)
-
-
-def _read(path: Path) -> Digests:
+def _read(path: Path) -> list[TensorDigest]:
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-        return {
-            entry["name"]: (
-                TensorSpec(entry["name"], entry["dtype"], tuple(entry["shape"])),
-                int(entry["digest"]),
-            )
-            for entry in entries
-        }
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} must be a file that write_digests wrote: {error}") from error
+        return TypeAdapter(list[TensorDigest]).validate_json(path.read_bytes())
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} must be a file that write_digests wrote: {reason}") from error
 
 
 def _tensors_of(folder: Path, scratch: Path) -> dict[str, Tensor]:
@@ -119,14 +107,16 @@ def _tensors_of(folder: Path, scratch: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _counterpart(spec: TensorSpec, tensors: Mapping[str, Tensor]) -> Tensor | None:
-    """The tensor as the other side would hold it; None where it has none of that shape."""
-    fused = next((name for name in _FUSED if f".{name}." in spec.name), None)
-    names = [spec.name] if fused is None else [spec.name.replace(fused, part) for part in _FUSED[fused]]
-    if not all(name in tensors for name in names) or not hasattr(torch, spec.dtype):
+def _is_equal(digest: TensorDigest, tensors: Mapping[str, Tensor]) -> bool | None:
+    """Whether the same tensor of the second side has this digest; None where it has none of that shape."""
+    fused = next((name for name in _FUSED if f".{name}." in digest.name), None)
+    names = [digest.name] if fused is None else [digest.name.replace(fused, part) for part in _FUSED[fused]]
+    if not all(name in tensors for name in names) or not hasattr(torch, digest.dtype):
         return None
-    whole = torch.cat([tensors[name] for name in names]) if fused else tensors[names[0]]
-    rows = spec.shape[0] - whole.shape[0] if whole.dim() and spec.shape else 0
-    if rows > 0:  # the engine pads the vocabulary
-        whole = torch.cat([whole, whole.new_zeros(rows, *whole.shape[1:])])
-    return whole.to(spec.torch_dtype) if tuple(whole.shape) == spec.shape else None
+    tensor = torch.cat([tensors[name] for name in names]) if fused else tensors[names[0]]
+    padding = digest.shape[0] - tensor.shape[0] if tensor.dim() and digest.shape else 0
+    if padding > 0:  # the engine pads the vocabulary
+        tensor = torch.cat([tensor, tensor.new_zeros(padding, *tensor.shape[1:])])
+    if tuple(tensor.shape) != digest.shape:
+        return None
+    return tensor_digest(tensor.to(digest.torch_dtype)) == digest.digest

@@ -16,8 +16,6 @@ from verl_rc.rollout.vllm.options import VllmOptions, engine_options
 from verl_rc.workers.environment import engine_environment
 from verl_rc.workers.host import usable_cores
 
-_Row = tuple[list[int], list[int]]
-
 
 class ReplayEngine:
     """An engine that is given recorded tokens; ``close`` ends its process."""
@@ -25,13 +23,22 @@ class ReplayEngine:
     def __init__(
         self, config: RunConfig, model_folder: str, plain: bool = False, caches: bool = False
     ) -> None:
-        """Build it as the run's was, with prefixes cached or not; ``plain``: in float32 instead, and one row
-        at a time."""
+        """Start an engine that is built as the run's was.
+
+        Args:
+            config: of the run.
+            model_folder: its weights.
+            plain: in float32 instead, and one row at a time.
+            caches: whether it has a prefix cache.
+        """
         options = options_of_run(config, model_folder, caches)
+        if plain:
+            changes = {"quantization": None, "kv_cache_dtype": "auto", "max_num_seqs": 1}
+            options = replace(options, dtype="float32", arguments={**options.arguments, **changes})
         self._engine = ChildProcess(
             "verl_rc.rollout.vllm.teacher_forced:TeacherForcedEngine",
             environment_of_engine(config),
-            options=_plain_options(options) if plain else options,
+            options=options,
         )
 
     def prefilled(self, rows: RecordedRows, model_folder: str) -> Tensor:
@@ -41,10 +48,10 @@ class ReplayEngine:
     def decoded(
         self, rows: RecordedRows, model_folder: str, cached_by: str | None = None
     ) -> tuple[Tensor, int]:
-        """As ``prefilled``, token by token with prompts shared in the cache, and how many tokens of prompts
-        came from there.
+        """float32 ``[B, R]``, nats: log-probs token by token, with prompts shared in the prefix cache; and
+        how many tokens of prompts came from the cache.
 
-        ``cached_by``: folder of the weights that filled the cache before; None: it is empty.
+        ``cached_by``: folder of the weights that filled the cache before; None: the cache begins empty.
         """
         answer, cached = self._engine.call("decoded", model_folder, _token_prompts(rows), cached_by)
         return _on_grid(rows, answer), cached
@@ -55,37 +62,32 @@ class ReplayEngine:
 
 
 def options_of_run(config: RunConfig, model_folder: str, caches: bool) -> VllmOptions:
-    """Those of the run's engine, with the weights of a folder, and prefixes cached or not."""
+    """Options of the run's engine, with the weights of a folder; ``caches``: with a prefix cache."""
     options = engine_options(config, trainer_device(config.trainer.device).type)
     arguments = {**options.arguments, "load_format": "auto", "enable_prefix_caching": caches}
     return replace(options, model_path=model_folder, arguments=arguments)
 
 
 def environment_of_engine(config: RunConfig) -> dict[str, str]:
-    """That of its process."""
+    """Environment variables of the engine's process."""
     device = trainer_device(config.trainer.device).type
     if config.actor_rollout_ref.exact:
         hold_sums(device)
     return engine_environment(usable_cores(), device, one_node=True)
 
 
-def _plain_options(options: VllmOptions) -> VllmOptions:
-    arguments = {**options.arguments, "quantization": None, "kv_cache_dtype": "auto", "max_num_seqs": 1}
-    return replace(options, dtype="float32", arguments=arguments)
-
-
-def _token_prompts(rows: RecordedRows) -> list[_Row]:
+def _token_prompts(rows: RecordedRows) -> list[tuple[list[int], list[int]]]:
     """Prompt and response ids of the rows that have a response."""
     prompts, responses = rows.prompts, unpadded(rows.tokens.responses, rows.tokens.response_lengths)
-    return [(prompts[row], responses[row]) for row in _answered(rows)]
+    return [(prompts[row], responses[row]) for row in _rows_with_responses(rows)]
 
 
-def _answered(rows: RecordedRows) -> list[int]:
+def _rows_with_responses(rows: RecordedRows) -> list[int]:
     return rows.tokens.response_lengths.nonzero()[:, 0].tolist()
 
 
 def _on_grid(rows: RecordedRows, answer: Sequence[Sequence[float]]) -> Tensor:
     grid = torch.zeros(rows.tokens.responses.shape)
-    for row, log_probs in zip(_answered(rows), answer, strict=True):
+    for row, log_probs in zip(_rows_with_responses(rows), answer, strict=True):
         grid[row, : len(log_probs)] = torch.tensor(log_probs)
     return grid

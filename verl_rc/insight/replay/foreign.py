@@ -42,6 +42,10 @@ _MOST_LOGITS = 1 << 30
 """Numbers; rows whose logits would be more are left out."""
 
 
+_PARTS = {"trainer": "trainer", "engine": "rest"}
+"""Part of the gap that separates the recorded log-probs of a side from the model's."""
+
+
 class _NotAskedError(ValueError):
     """The run lacks what its replay needs; the message says what."""
 
@@ -117,8 +121,8 @@ def _policies(facts: Mapping[str, Any], request: DiagnosisRequest, notes: list[s
     if not isinstance(temperature, int | float) or not temperature > 0:
         raise _NotAskedError("the temperature of sampling is not in the run's files: --temperature T says it")
     dtypes = []
-    for name, given in zip(("trainer_dtype", "engine_dtype"), request.dtypes or ("", ""), strict=True):
-        dtype = torch_name(given or str(facts.get(name, "")))
+    for name, option in zip(("trainer_dtype", "engine_dtype"), request.dtypes or ("", ""), strict=True):
+        dtype = torch_name(option or str(facts.get(name, "")))
         if dtype not in _PRECISIONS:
             notes.append(f"{name} is not in the run's files, {_ASSUMED} is assumed: --dtypes TRAINER,ENGINE")
             dtype = _ASSUMED
@@ -143,23 +147,23 @@ class _Model:
 
     @property
     def vocabulary(self) -> int:
-        """Ids that it knows."""
+        """Number of token ids."""
         return int(self._model.get_input_embeddings().num_embeddings)
 
     @property
     def padding(self) -> int:
-        """Id of padding, or of the end."""
-        config = self._model.config
-        return next(one for one in (config.pad_token_id, config.eos_token_id, 0) if isinstance(one, int))
+        """Id of the padding token, or else of EOS."""
+        ids = (self._model.config.pad_token_id, self._model.config.eos_token_id, 0)
+        return next(token_id for token_id in ids if isinstance(token_id, int))
 
     def fields(self, prompts: _Ids, responses: _Ids, temperature: float) -> list[dict[str, Array]]:
-        """What a token record holds of the trainer's distributions, for each row."""
+        """Fields of a token record that tell the trainer's distributions, for each row."""
         rows = []
-        for log_probs, of_tokens in self._distributions(prompts, responses, temperature):
+        for log_probs, token_log_probs in self._distributions(prompts, responses, temperature):
             probs = log_probs.exp()
             entropy = -(probs * log_probs).sum(-1)
             fields = {
-                "old_log_prob": of_tokens,
+                "old_log_prob": token_log_probs,
                 "entropy": entropy,
                 "sum_pi_squared": probs.square().sum(-1),
                 "varentropy": (probs * (log_probs + entropy[:, None]).square()).sum(-1),
@@ -168,19 +172,19 @@ class _Model:
         return rows
 
     def log_probs(self, prompts: _Ids, responses: _Ids, temperature: float) -> Array:
-        """float32 ``[tokens]``, nats: of all responses, one behind the other."""
+        """float32 ``[tokens]``, nats: log-probs of all responses, one behind the other."""
         rows = self._distributions(prompts, responses, temperature)
-        return np.concatenate([of_tokens.cpu().numpy() for _, of_tokens in rows])
+        return np.concatenate([token_log_probs.cpu().numpy() for _, token_log_probs in rows])
 
     def _distributions(
         self, prompts: _Ids, responses: _Ids, temperature: float
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each row the log-probs ``[R, V]``, and those of its tokens ``[R]``."""
+        """Yield of each row the log-probs of the vocabulary ``[R, V]`` and of its tokens ``[R]``."""
         for prompt, response in zip(prompts, responses, strict=True):
             ids = torch.tensor([[*prompt, *response]], device=self._device)
-            few = {"logits_to_keep": len(response) + 1} if self._keeps_some_logits else {}
+            limit = {"logits_to_keep": len(response) + 1} if self._keeps_some_logits else {}
             with torch.no_grad():
-                logits = self._model(ids, use_cache=False, **few).logits[0]
+                logits = self._model(ids, use_cache=False, **limit).logits[0]
             log_probs = (logits[-len(response) - 1 : -1].float() / temperature).log_softmax(-1)
             yield log_probs, log_probs.gather(-1, ids[0, -len(response) :, None])[:, 0]
 
@@ -188,8 +192,8 @@ class _Model:
 def _replay(
     record: TokenRecord, folder: Path, policies: _Policies, most_rows: int, notes: list[str]
 ) -> tuple[ReplayedRecord, TokenRecord]:
-    """What was measured, as of a run of verl_rc; and the replayed rows, with what their files lack of the
-    trainer's distributions by the model in float32."""
+    """The measurements, like those of a run of verl_rc; and the replayed rows. Where the rows lack fields of
+    the trainer's distributions, the model in float32 fills them."""
     dtypes = ("float32", policies.trainer_dtype, policies.engine_dtype)
     models = {dtype: _Model(folder, dtype) for dtype in dict.fromkeys(dtypes)}
     exact_model = models["float32"]
@@ -200,17 +204,17 @@ def _replay(
     filled_record = record_of_rows(record.facts, record.step, filled)
 
     # Log-probs of the rows, one behind the other, by precision and temperature.
-    of_trainer = (policies.trainer_dtype, policies.temperature)
-    of_engine = (policies.engine_dtype, policies.engine_temperature)
+    trainer_policy = (policies.trainer_dtype, policies.temperature)
+    engine_policy = (policies.engine_dtype, policies.engine_temperature)
     scores = {("float32", policies.temperature): _column(fields, "old_log_prob")}
-    for dtype, temperature in (of_trainer, of_engine, ("float32", policies.engine_temperature)):
+    for dtype, temperature in (trainer_policy, engine_policy, ("float32", policies.engine_temperature)):
         if (dtype, temperature) not in scores:
             scores[dtype, temperature] = models[dtype].log_probs(prompts, responses, temperature)
-    trainer, engine = scores[of_trainer], scores[of_engine]
+    trainer, engine = scores[trainer_policy], scores[engine_policy]
     longest = max(map(len, record.prompts or prompts))
     mistaken = {
-        mistake: models[policies.trainer_dtype].log_probs(wrong, responses, policies.temperature)
-        for mistake, wrong in wrong_prompts(prompts, longest, exact_model.padding)
+        mistake: models[policies.trainer_dtype].log_probs(mistaken_prompts, responses, policies.temperature)
+        for mistake, mistaken_prompts in wrong_prompts(prompts, longest, exact_model.padding)
     }
     rollout = filled_record.tokens["rollout_log_prob"]
     counted = filled_record.tokens["response_mask"] & np.isfinite(rollout)
@@ -225,7 +229,7 @@ def _replay(
     if recorded is not None:
         chain.insert(0, ("trainer", recorded))
     parts = parts_of([(name, values[counted]) for name, values in chain], rollout[counted])
-    # Raw log-probs are at another temperature than those that mistakes are scored at.
+    # Mistakes are scored at the trainer's temperature, raw log-probs are at temperature 1.
     reported = rollout if policies.engine_temperature == policies.temperature else None
     mistakes = Mistakes.from_scores(distance, trainer, mistaken, recorded, reported)
     rounding = distance(trainer, scores["float32", policies.temperature])
@@ -244,30 +248,30 @@ def _replay(
             HEALTHY: math.hypot(rounding, engine_rounding),
             **mistakes.numbers,
         },
-        reproduced_by=mistakes.of_trainer,
-        engine_reproduced_by=mistakes.of_engine,
+        reproduced_by=mistakes.trainer,
+        engine_reproduced_by=mistakes.engine,
     )
     return replayed, filled_record
 
 
-def _scorable(record: TokenRecord, vocabulary: int, most: int, notes: list[str]) -> list[dict[str, Any]]:
-    """Rows of a record that were drawn at random and can be scored."""
+def _scorable(record: TokenRecord, vocabulary: int, most_rows: int, notes: list[str]) -> list[dict[str, Any]]:
+    """At most ``most_rows`` rows of a record that were drawn at random and can be scored."""
     rows = [row for row in rows_of(record) if row["chosen_by"] == "random" and len(row["response_ids"])]
-    fitting = [
+    scorable = [
         row
         for row in rows
         if len(row[PROMPTS]) and (len(row["response_ids"]) + 1) * vocabulary <= _MOST_LOGITS
     ]
-    if not fitting:
+    if not scorable:
         raise _NotAskedError("no row of the step has a prompt and a response that is short enough")
-    if len(fitting) < len(rows):
-        notes.append(f"{len(rows) - len(fitting)} rows without a prompt, or too long, are not replayed")
-    largest = max(int(ids.max()) for row in fitting for ids in (row[PROMPTS], row["response_ids"]))
+    if len(scorable) < len(rows):
+        notes.append(f"{len(rows) - len(scorable)} rows without a prompt, or too long, are not replayed")
+    largest = max(int(ids.max()) for row in scorable for ids in (row[PROMPTS], row["response_ids"]))
     if largest >= vocabulary:
         raise _NotAskedError(
             f"the records have ids up to {largest:,}, and the model knows {vocabulary:,}: it is another model"
         )
-    return fitting[:most]
+    return scorable[:most_rows]
 
 
 def _column(rows: Sequence[Mapping[str, Any]], name: str) -> Array:
@@ -277,33 +281,33 @@ def _column(rows: Sequence[Mapping[str, Any]], name: str) -> Array:
 
 def _check_model(replayed: ReplayedRecord, folder: Path, policies: _Policies) -> None:
     """Raise ``_NotAskedError`` where trainer and engine agree with each other, and neither with the model."""
-    trainer, rest = replayed.parts.get("trainer"), replayed.parts["rest"]
-    near = max(replayed.gap, replayed.numbers[HEALTHY], BOUNDS.reproduced)
-    if trainer is not None and min(trainer.size, rest.size) > BOUNDS.far_above_floor * near:
+    trainer, engine = replayed.parts.get("trainer"), replayed.parts["rest"]
+    floor = max(replayed.gap, replayed.numbers[HEALTHY], BOUNDS.reproduced)
+    if trainer is not None and min(trainer.size, engine.size) > BOUNDS.far_above_floor * floor:
         raise _NotAskedError(
-            f"the log-probs of step {replayed.step} are {trainer.size:.4f} (trainer) and {rest.size:.4f} "
+            f"the log-probs of step {replayed.step} are {trainer.size:.4f} (trainer) and {engine.size:.4f} "
             f"nats (engine) from those of {folder}, and {replayed.gap:.4f} from each other: it is not the "
             f"model of that step, or the temperature of both is not {policies.temperature:g}"
         )
 
 
 def _is_reproduced(replayed: ReplayedRecord, side: str) -> bool:
-    """Whether the log-probs of ``trainer`` or ``engine`` come out again."""
-    name, noise = {
-        "trainer": ("trainer", replayed.numbers["noise"]),
-        "engine": ("rest", BOUNDS.far_above_floor * replayed.numbers["engine_rounding"]),
+    """Whether the model reproduces the recorded log-probs of a side; True where none were recorded."""
+    noise = {
+        "trainer": replayed.numbers["noise"],
+        "engine": BOUNDS.far_above_floor * replayed.numbers["engine_rounding"],
     }[side]
-    part = replayed.parts.get(name)
+    part = replayed.parts.get(_PARTS[side])
     return part is None or part.size <= max(BOUNDS.reproduced, noise)
 
 
 def _in_words(replayed: ReplayedRecord, policies: _Policies) -> Iterator[str]:
-    sides = (
-        ("trainer", "trainer", policies.trainer_dtype, policies.temperature),
-        ("engine", "rest", policies.engine_dtype, policies.engine_temperature),
-    )
-    for side, name, dtype, temperature in sides:
-        if (part := replayed.parts.get(name)) is None:
+    sides = {
+        "trainer": (policies.trainer_dtype, policies.temperature),
+        "engine": (policies.engine_dtype, policies.engine_temperature),
+    }
+    for side, (dtype, temperature) in sides.items():
+        if (part := replayed.parts.get(_PARTS[side])) is None:
             yield f"the {side}'s log-probs are not in the run's files"
             continue
         outcome = "reproduced" if _is_reproduced(replayed, side) else "not reproduced"
@@ -316,12 +320,11 @@ def _in_words(replayed: ReplayedRecord, policies: _Policies) -> Iterator[str]:
 def _with_filled(
     statements: Sequence[Statement], filled: TokenRecord, policies: _Policies
 ) -> tuple[Statement, ...]:
-    """The statements; where they name no fault, what the step's signatures name with all fields."""
+    """The statements; where they name no specific fault, the cause that the signatures of the filled record
+    name."""
     faults = [CAUSES[statement.cause] for statement in statements if statement.level == "fault"]
     metrics = {
-        name.removeprefix(PREFIX): value
-        for name, value in metrics_of(filled).items()
-        if name.startswith(PREFIX)
+        name.removeprefix(PREFIX): n for name, n in metrics_of(filled).items() if name.startswith(PREFIX)
     }
     cause = cause_of(metrics)
     if cause is None or any(fault.is_specific for fault in faults):

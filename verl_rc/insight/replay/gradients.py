@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from verl_rc.insight.replay.rows import NothingToReplayError, read_rows
-from verl_rc.insight.replay.trainer import Scoring, TrainerReplay
+from verl_rc.insight.replay.trainer import TrainerReplay
 from verl_rc.insight.replay.weights import KeptWeights, config_of
 from verl_rc.insight.run_folder.records import LARGEST_STEP
 from verl_rc.insight.what_if import RecordedBatch, read_batch
 
 PROJECTED = 16_384
-"""Numbers that are kept of a gradient; a squared norm or a product of gradients is then right within about
-sqrt(2 / PROJECTED), 1 % of the norms' product."""
+"""Size of a projected gradient. A squared norm, or a product of gradients, then has an error of about
+sqrt(2 / PROJECTED), which is 1 % of the product of the norms."""
 _AT_ONCE = 1 << 24
 
 
 class ParameterGradients:
-    """Makes updates of blocks of prompts for ``estimate_presets``.
+    """Computes the updates of blocks of prompts for ``estimate_presets``.
 
-    Of each gradient a random projection is kept, the same for all of them: it is linear, so it gives
-    differences, norms and angles, and a gradient for each prompt and preset would fill the memory.
+    One random projection shortens every gradient, because a whole gradient for each prompt and preset would
+    fill the memory. The projection is linear, so it gives differences, norms and angles.
     """
 
     def __init__(
@@ -60,9 +60,7 @@ class ParameterGradients:
         steps = torch.tensor(batch.step_of_row)
         for rows in self._rows:
             row_indices = (steps == rows.step).nonzero()[:, 0]
-            model = TrainerReplay(
-                Scoring.from_config(self._config), self._kept.folder(rows.trainer_version), torch.float32
-            )
+            model = TrainerReplay(self._config, self._kept.folder(rows.trainer_version), torch.float32)
             tokens = rows.tokens[: len(row_indices)]  # random rows come first, in the same order
             for block in blocks[row_indices].unique().tolist():
                 inside = blocks[row_indices] == block
@@ -76,7 +74,7 @@ class ParameterGradients:
 
     @property
     def cost(self) -> str:
-        """What was done, in words."""
+        """What the gradients are of, and their cost, in words."""
         lora = self._config.actor_rollout_ref.model.lora_rank > 0
         steps = ", ".join(str(rows.step) for rows in self._rows)
         return (
@@ -95,8 +93,8 @@ class ParameterGradients:
         return self._parameters > self._projected
 
     def _project(self, gradient: Mapping[str, Tensor]) -> Tensor:
-        """A gradient as it is where it is short; else its numbers with random signs, added up in random
-        places."""
+        """float64 ``[D]``: a short gradient as it is; of a longer one a random projection, which adds its
+        numbers with random signs in random places."""
         self._parameters = sum(values.numel() for values in gradient.values())
         if not self._is_projected:
             return torch.cat([values.flatten() for values in gradient.values()]).double()
@@ -110,7 +108,7 @@ class ParameterGradients:
 
 
 def _distinct(pulls: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
-    """Those that differ, and the place of each among them: presets often do the same on a batch."""
+    """The distinct ``pulls``, and the place of each pull among them. Presets often agree on a batch."""
     contents = [pull.numpy().tobytes() for pull in pulls]
     distinct = dict(zip(contents, pulls, strict=True))
     places = {content: place for place, content in enumerate(distinct)}

@@ -1,4 +1,4 @@
-"""Mistakes in the prompts of trainer or engine, and which of them gives the recorded log-probs."""
+"""Mistakes in the prompts of trainer or engine, and the one that reproduces the recorded log-probs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +15,7 @@ _Values = TypeVar("_Values")
 def wrong_prompts(
     prompts: Sequence[Sequence[int]], longest: int, pad_token_id: int
 ) -> Iterator[tuple[str, list[list[int]]]]:
-    """Mistakes, each in words with the prompts as they would be scored; ``longest``: tokens of a padded
-    one."""
+    """Yield each mistake in words, and the prompts with it; ``longest``: tokens of a padded prompt."""
     yield "prompts without their first token", [list(prompt[1:] or prompt) for prompt in prompts]
     yield "the first token of prompts twice", [[*prompt[:1], *prompt] for prompt in prompts]
     yield (
@@ -27,10 +26,12 @@ def wrong_prompts(
 
 @dataclass(frozen=True)
 class Mistakes:
-    """Mistakes in the inputs with which recorded log-probs come out again; empty where none does."""
+    """Mistakes in the inputs that reproduce recorded log-probs; empty where none does."""
 
-    of_trainer: str = ""
-    of_engine: str = ""
+    trainer: str = ""
+    """Mistake that reproduces the trainer's log-probs."""
+    engine: str = ""
+    """Mistake that reproduces the engine's log-probs."""
     numbers: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -42,20 +43,27 @@ class Mistakes:
         train: _Values | None,
         rollout: _Values | None,
     ) -> "Mistakes":
-        """Compare what was recorded with what comes out without a mistake and with each; ``distance`` in
-        nats."""
+        """Compare recorded log-probs with those that are computed without a mistake, and with each mistake.
+
+        Args:
+            distance: of two sets of log-probs, nats.
+            clean: computed without a mistake.
+            mistaken: computed with a mistake, by the mistake in words.
+            train: recorded by the trainer; None: not recorded.
+            rollout: recorded by the engine; None: not comparable.
+        """
 
         def nearest(recorded: _Values) -> tuple[float, str]:
-            return min((distance(recorded, scored), name) for name, scored in mistaken.items())
+            return min((distance(recorded, scores), name) for name, scores in mistaken.items())
 
-        of_trainer, of_engine, numbers = "", "", {}
+        trainer, engine, numbers = "", "", {}
         if train is not None:
-            left, name = nearest(train)
-            if distance(train, clean) > max(_SAME, 10 * left):
-                of_trainer = name
+            residual, name = nearest(train)
+            if distance(train, clean) > max(_SAME, 10 * residual):
+                trainer = name
         if rollout is not None:
-            left, name = nearest(rollout)
+            residual, name = nearest(rollout)
             # The engine rounds: its log-probs never come out to the last digits.
-            if distance(rollout, clean) > BOUNDS.far_above_floor * left:
-                of_engine, numbers = name, {"engine_reproduced": left}
-        return cls(of_trainer, of_engine, numbers)
+            if distance(rollout, clean) > BOUNDS.far_above_floor * residual:
+                engine, numbers = name, {"engine_reproduced": residual}
+        return cls(trainer, engine, numbers)

@@ -1,7 +1,7 @@
-"""R8: at which operation an engine parts from the trainer, and whether by more than its precision rounds.
+"""R8: the operation at which an engine diverges from the trainer by more than its precision rounds.
 
-Every operation behind a fault differs, and in bfloat16 nearly all do without one. So each is compared with
-the trainer's code in float32, for the engine and for the trainer's code in the engine's precision.
+Every operation behind a fault differs, and in bfloat16 nearly all differ without a fault. So the engine's
+operations and the trainer's in the engine's precision are both compared with the trainer's code in float32.
 """
 
 import tempfile
@@ -24,42 +24,47 @@ _SMALLEST = 1e-4
 
 
 @dataclass(frozen=True)
-class Parting:
-    """Where the two sides part."""
+class Divergence:
+    """The operation at which an engine diverges from the trainer."""
 
     first: str = ""
     """The first operation that differs at all; empty: none."""
-    beyond: str = ""
-    """The first that is farther than rounding makes; empty: none."""
+    beyond_rounding: str = ""
+    """The first operation that is farther from the trainer than rounding makes; empty: none."""
     gap: float = 0.0
-    """Of ``beyond``, the engine's relative distance from the trainer's code in float32."""
+    """Of ``beyond_rounding``, the engine's relative distance from the trainer's code in float32."""
     rounding: float = 0.0
-    """Of the same operation, that of the trainer's code in the engine's precision."""
+    """Of ``beyond_rounding``, the same distance of the trainer's code in the engine's precision."""
 
 
-def find_parting(config: RunConfig, model_folder: str, prompts: list[list[int]]) -> Parting:
+def find_divergence(config: RunConfig, model_folder: str, prompts: list[list[int]]) -> Divergence:
     """Sample behind ``prompts`` with an engine built as the run's was, and compare what it computed."""
     dtype, exact = torch_name(config.actor_rollout_ref.rollout.dtype), config.actor_rollout_ref.exact
     with tempfile.TemporaryDirectory() as folder:
-        of_engine, of_trainer = f"{folder}/engine.pt", f"{folder}/trainer.pt"
+        engine_file, trainer_file = f"{folder}/engine.pt", f"{folder}/trainer.pt"
         engine = ChildProcess(
             "verl_rc.rollout.vllm.captured:CapturingEngine",
             environment_of_engine(config),
             options=options_of_run(config, model_folder, caches=False),
         )
         try:
-            engine.call("sample", prompts, min(_NUM_TOKENS, config.data.max_response_length), of_engine)
+            engine.call("sample", prompts, min(_NUM_TOKENS, config.data.max_response_length), engine_file)
         finally:
             engine.end()
-        alike, plain = (_trainer(model_folder, *how) for how in ((dtype, exact), ("float32", False)))
+        trainer, float32 = (
+            _trainer(model_folder, *precision) for precision in ((dtype, exact), ("float32", False))
+        )
         try:
-            different = [one for one in alike.call("compare", prompts, of_engine) if one.different]
-            alike.call("keep", prompts, of_engine, of_trainer)
-            measured = [plain.call("compare", prompts, file) for file in (of_engine, of_trainer)]
+            compared = trainer.call("compare", prompts, engine_file)
+            trainer.call("keep", prompts, engine_file, trainer_file)
+            engine_distances, roundings = (
+                float32.call("compare", prompts, file) for file in (engine_file, trainer_file)
+            )
         finally:
-            alike.end()
-            plain.end()
-    return parting(different[0].name if different else "", *measured)
+            trainer.end()
+            float32.end()
+    first = next((operation.name for operation in compared if operation.different), "")
+    return first_divergence(first, engine_distances, roundings)
 
 
 def _trainer(model_folder: str, dtype: str, exact: bool) -> ChildProcess:
@@ -72,12 +77,18 @@ def _trainer(model_folder: str, dtype: str, exact: bool) -> ChildProcess:
     )
 
 
-def parting(first: str, engine: Sequence[Compared], trainer: Sequence[Compared]) -> Parting:
-    """The first operation of ``engine`` that is farther from float32 than ``trainer`` in its precision is."""
-    roundings = {(one.name, one.decodes): one.relative for one in trainer}
-    for one in engine:
-        rounding = roundings[one.name, one.decodes]
+def first_divergence(first: str, engine: Sequence[Compared], trainer: Sequence[Compared]) -> Divergence:
+    """The first operation of ``engine`` that is farther from float32 than ``trainer`` in its precision is.
+
+    Args:
+        first: the first operation that differs at all.
+        engine: distances of the engine's operations from float32.
+        trainer: distances of the trainer's, in the engine's precision.
+    """
+    roundings = {(operation.name, operation.decodes): operation.relative for operation in trainer}
+    for operation in engine:
+        rounding = roundings[operation.name, operation.decodes]
         # NaN is far, too
-        if not one.relative <= max(_SMALLEST, BOUNDS.far_above_floor * rounding):
-            return Parting(first, one.name, one.relative, rounding)
-    return Parting(first)
+        if not operation.relative <= max(_SMALLEST, BOUNDS.far_above_floor * rounding):
+            return Divergence(first, operation.name, operation.relative, rounding)
+    return Divergence(first)

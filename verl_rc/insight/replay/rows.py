@@ -21,13 +21,13 @@ class NothingToReplayError(ValueError):
 
 @dataclass(frozen=True)
 class RecordedRows:
-    """Some rows of one record; ``B`` rows, ``R`` positions."""
+    """Rows of one record; ``B`` rows, ``R`` positions."""
 
     step: int
     version: int
-    """Weights that most tokens are said to come from."""
+    """Weights that sampled most tokens, by the record."""
     trainer_version: int
-    """Weights of the trainer before its update."""
+    """Weights of the trainer before the update of the step."""
     tokens: TokenBatch
     counted: Tensor
     """bool ``[B, R]``: tokens of ``version`` that the policy sampled and whose log-probs are finite."""
@@ -36,7 +36,12 @@ class RecordedRows:
     train: Tensor | None
     """float32 ``[B, R]``, nats: those of the trainer; None where the actor corrects."""
     versions: Tensor
-    """int64 ``[B, R]``: weights that each token is said to come from; -1 where the policy sampled none."""
+    """int64 ``[B, R]``: weights that sampled each token, by the record; -1 where the policy sampled none."""
+
+    @property
+    def gap(self) -> float:
+        """Root mean square of the log-ratio, nats; 0 where the trainer's log-probs were not recorded."""
+        return 0.0 if self.train is None else self.rms(self.train, self.rollout)
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -73,10 +78,10 @@ def read_rows(folder: Path, most_rows: int, first_step: int, last_step: int) -> 
             except DamagedRecordError:
                 continue
             has_ids = record.prompts is not None and "response_ids" in record.tokens
-            # Replays score a row as one conversation, over all words, by the model's own experts.
-            is_plain = "restart" not in record.tokens and not _is_given_choices(record)
+            # Replays score a row as one conversation, over the whole vocabulary, by the model's own experts.
+            is_plain = "restart" not in record.tokens and not _needs_engine_choices(record)
             if has_ids and len(record.lengths) and is_plain:
-                records.append(rows_of(record, most_rows))
+                records.append(recorded_rows(record, most_rows))
     if not records:
         raise NothingToReplayError(
             f"{folder} must have token records with ids of prompts and responses, and one conversation a "
@@ -87,15 +92,15 @@ def read_rows(folder: Path, most_rows: int, first_step: int, last_step: int) -> 
     return records
 
 
-def _is_given_choices(record: TokenRecord) -> bool:
-    """Whether the trainer's log-probs are given what the engine chose: sets of kept tokens, or experts."""
+def _needs_engine_choices(record: TokenRecord) -> bool:
+    """Whether the trainer's log-probs depend on choices of the engine: sets of kept tokens, or experts."""
     facts = record.facts
     top_p, top_k, min_p = (facts.get(name) or 0 for name in ("top_p", "top_k", "min_p"))
     return 0 < top_p < 1 or top_k > 0 or min_p > 0 or bool(facts.get("router_replay"))
 
 
-def rows_of(record: TokenRecord, most_rows: int) -> RecordedRows:
-    """The rows of a record that were drawn at random, then the others, at most so many."""
+def recorded_rows(record: TokenRecord, most_rows: int) -> RecordedRows:
+    """At most ``most_rows`` rows of a record; the rows that were drawn at random come first."""
     assert record.prompts is not None, "records without prompts are left out"
     order = np.argsort(record.rows["chosen_by"] != "random", kind="stable")[:most_rows].tolist()
     prompts, prompt_lengths = left_padded([record.prompts[row].tolist() for row in order], pad_token_id=0)
@@ -132,14 +137,13 @@ def rows_of(record: TokenRecord, most_rows: int) -> RecordedRows:
     )
 
 
-def chosen(rows: Sequence[RecordedRows], kept_versions: Sequence[int], most: int = 4) -> list[RecordedRows]:
-    """The records that say most: of those whose weights are on the disk the first, the newest, and those with
-    the largest gap."""
+def select_records(
+    rows: Sequence[RecordedRows], kept_versions: Sequence[int], most: int = 4
+) -> list[RecordedRows]:
+    """At most ``most`` records whose weights are on the disk: the first, the newest, and those with the
+    largest gaps."""
     usable = [record for record in rows if {record.version, record.trainer_version} <= set(kept_versions)]
-
-    def gap(record: RecordedRows) -> float:
-        return record.rms(record.train, record.rollout) if record.train is not None else 0.0
-
-    by_worth = [*usable[:1], *usable[-1:], *sorted(usable, key=gap, reverse=True)]
-    steps = list(dict.fromkeys(record.step for record in by_worth))[:most]
+    by_gap = sorted(usable, key=lambda record: record.gap, reverse=True)
+    by_priority = [*usable[:1], *usable[-1:], *by_gap]
+    steps = list(dict.fromkeys(record.step for record in by_priority))[:most]
     return [record for record in usable if record.step in steps]

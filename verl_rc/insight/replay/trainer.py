@@ -1,6 +1,5 @@
 """The trainer's side of a replay: recorded rows scored by clean code with the weights of a version."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,62 +14,32 @@ from verl_rc.workers.operations import operations
 _ROWS_AT_ONCE = 16
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """How a run's trainer scores, and in what its engine computes."""
-
-    dtype: str
-    """Of the trainer."""
-    engine_dtype: str
-    temperature: float = 1.0
-    packs: bool = False
-    """Rows are scored side by side in one sequence, without padding."""
-    trust_remote_code: bool = False
-    head_dtype: str | None = None
-    exact: bool = False
-    """Both compute with the operations of exact mode."""
-
-    @classmethod
-    def from_config(cls, config: RunConfig) -> "Scoring":
-        """That of a run of verl_rc."""
-        model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-        return cls(
-            config.actor_rollout_ref.actor.fsdp_config.dtype,
-            rollout.dtype,
-            rollout.temperature,
-            model.use_remove_padding,
-            model.trust_remote_code,
-            model.head_dtype,
-            config.actor_rollout_ref.exact,
-        )
-
-
 class TrainerReplay:
     """A model of one version of the weights, without shards and processes."""
 
-    def __init__(self, scoring: Scoring, model_folder: str, dtype: torch.dtype | None = None) -> None:
-        """Load the model in the trainer's precision of computing, or in ``dtype``."""
-        dtype = dtype or torch_dtype(scoring.dtype)
+    def __init__(self, config: RunConfig, model_folder: str, dtype: torch.dtype | None = None) -> None:
+        """Load the model of a run in the trainer's precision of computing, or in ``dtype``."""
+        policy = config.actor_rollout_ref
+        dtype = dtype or torch_dtype(policy.actor.fsdp_config.dtype)
         self._model: nn.Module = load_causal_lm(
             model_folder,
             dtype,
-            trust_remote_code=scoring.trust_remote_code,
-            head_dtype=scoring.head_dtype,
-            operations=operations(scoring.exact, dtype),
+            trust_remote_code=policy.model.trust_remote_code,
+            head_dtype=policy.model.head_dtype,
+            operations=operations(policy.exact, dtype),
         )
         self._model.eval()
-        self._temperature, self._packs = scoring.temperature, scoring.packs
+        self._temperature, self._packs = policy.rollout.temperature, policy.model.use_remove_padding
 
     def score(self, tokens: TokenBatch, alone: bool = False) -> Tensor:
         """Log-probs float32 ``[B, R]``, nats; ``alone``: each row by itself, neither packed nor padded."""
-        parts = []
+        scored = torch.zeros(tokens.responses.shape)
+        rows_at_once = 1 if alone else _ROWS_AT_ONCE
         with torch.no_grad():
-            for part in tokens.split(1 if alone else _ROWS_AT_ONCE):
-                scored = torch.zeros(part.responses.shape)
+            for part, scores in zip(tokens.split(rows_at_once), scored.split(rows_at_once), strict=True):
                 log_probs = self._log_probs(part, self._packs and not alone)
-                scored[:, : log_probs.shape[1]] = log_probs
-                parts.append(scored)
-        return torch.cat(parts)
+                scores[:, : log_probs.shape[1]] = log_probs
+        return scored
 
     def gradient(self, tokens: TokenBatch, pulls: Tensor) -> dict[str, Tensor]:
         """By name of the parameter, the gradient of the sum of ``pulls`` ``[B, T]`` times the tokens'
@@ -93,7 +62,7 @@ class TrainerReplay:
         return score_tokens(self._model, cut, options, with_entropy=False).log_probs.float()
 
     def score_as_trained(self, tokens: TokenBatch) -> Tensor:
-        """As ``score``, with dropout as the model's configuration has it."""
+        """``score`` with the dropout of the model's configuration."""
         self._model.train()
         try:
             return self.score(tokens)

@@ -1,8 +1,8 @@
-"""Whether the gap is a straight line over log-probs, as that of a temperature is, over all records of a run.
+"""Whether the gap is a straight line over log-probs, over all records of a run. The gap of a temperature is.
 
-At another temperature ``l = kappa log pi + c``, where c depends on the tokens before alone: ``kappa H`` and
-cumulants of log pi, the first of them ``kappa^2 V / 2``. So l has no further part along ``u^2 - V``, whose
-mean behind any prefix is 0 as that of u is. Where V is not known, tokens behind equal prefixes tell the same.
+At another temperature ``l = kappa log pi + c``. c depends on the prefix alone: it is ``kappa H`` and
+cumulants of log pi, the first of them ``kappa^2 V / 2``. So l has no part along ``u^2 - V``, whose mean
+behind any prefix is 0, like the mean of u. Where V is not known, tokens behind equal prefixes tell the same.
 """
 
 import math
@@ -20,32 +20,34 @@ class Bend:
     """How much the gap bends."""
 
     z: float
-    """In standard errors over rows."""
+    """Its coefficient over the standard error of that, over rows."""
     share: float
-    """Of the squared gap, what the bend explains beside the slope."""
+    """Share of the squared gap that the bend explains beside the slope."""
 
 
 @dataclass
 class BendSums:
-    """Sums of every row, or of every prompt, for a least-squares fit of l; the last regressor is the bend."""
+    """Sums for a least-squares fit of l, by row or by prompt; the last regressor is the bend."""
 
     squares: list[Array] = field(default_factory=list)
     """``[rows, k, k]``: products of the regressors."""
     products: list[Array] = field(default_factory=list)
-    """``[rows, k]``: those with l."""
+    """``[rows, k]``: products of the regressors with l."""
     squared_gap: float = 0.0
     """Sum of ``l^2``."""
 
     def add(self, tokens: ComparedTokens) -> None:
-        """Take in a record; one without entropies, varentropies and equal prefixes tells nothing."""
+        """Add a record. One without entropies, varentropies and equal prefixes adds nothing."""
         fields = tokens.record.tokens
         if {"entropy", "varentropy"} <= fields.keys():
-            u, v = tokens.train + tokens.finite("entropy"), tokens.finite("varentropy")
-            regressors, logs, groups = np.stack([u, v, u**2 - v])[:, tokens.valid], tokens.logs, tokens.rows
-            logs, groups = logs[tokens.valid], groups[tokens.valid]
+            u, v = tokens.old_log_probs + tokens.finite("entropy"), tokens.finite("varentropy")
+            columns = (u, v, u**2 - v, tokens.log_ratios, tokens.row_numbers)
+            *regressors, log_ratios, groups = (column[tokens.is_compared] for column in columns)
         else:
-            train, square, logs, groups = behind_prefixes(tokens, tokens.train, tokens.train**2, tokens.logs)
-            regressors = np.stack([train, np.zeros_like(train), square])
+            log_probs, squares, log_ratios, groups = behind_prefixes(
+                tokens, tokens.old_log_probs, tokens.old_log_probs**2, tokens.log_ratios
+            )
+            regressors = [log_probs, np.zeros_like(log_probs), squares]
         count = len(tokens.record.lengths)
 
         def by_group(values: Array) -> Array:
@@ -54,11 +56,11 @@ class BendSums:
         self.squares.append(
             np.stack([np.stack([by_group(a * b) for b in regressors], -1) for a in regressors], -1)
         )
-        self.products.append(np.stack([by_group(a * logs) for a in regressors], -1))
-        self.squared_gap += float(logs @ logs)
+        self.products.append(np.stack([by_group(a * log_ratios) for a in regressors], -1))
+        self.squared_gap += float(log_ratios @ log_ratios)
 
     def bend(self) -> Bend | None:
-        """None where nothing was told, or nothing differs."""
+        """The bend over all records; None where no record could tell, or all log-ratios are 0."""
         if not self.squares or not self.squared_gap:
             return None
         squares, products = np.concatenate(self.squares), np.concatenate(self.products)

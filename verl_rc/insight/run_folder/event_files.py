@@ -5,20 +5,20 @@ protocol buffer ``Event``.
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 MARK = "tfevents"
 """What the name of every event file has."""
 _LONGEST_RECORD = 64 << 20
-_VARINT, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
+_VARINT, _BYTES = 0, 2
+_SIZES = {1: 8, _BYTES: 0, 5: 4}
+"""Bytes of a field by its kind, but of one whose length is written before it."""
 # Field numbers of Event, Summary, Summary.Value and TensorProto.
 _EVENT_STEP, _EVENT_SUMMARY, _SUMMARY_VALUE = 2, 5, 1
 _VALUE_TAG, _VALUE_SIMPLE, _VALUE_TENSOR = 1, 2, 8
 _TENSOR_DTYPE, _TENSOR_CONTENT, _TENSOR_FLOATS, _TENSOR_DOUBLES = 1, 4, 5, 6
 _FLOAT, _DOUBLE = 1, 2
-
-Field = tuple[int, int | bytes]
 
 
 class DamagedFileError(ValueError):
@@ -48,38 +48,27 @@ def _scalars(event: bytes) -> Iterator[tuple[int, str, float]]:
     if isinstance(step, int) and isinstance(summary, bytes):
         for number, entry in fields_of(summary):
             if number == _SUMMARY_VALUE and isinstance(entry, bytes):
-                tag, scalar = _tag_and_value(entry)
-                if scalar is not None:
-                    yield step, tag, scalar
+                value = dict(fields_of(entry))
+                tag, scalar = value.get(_VALUE_TAG), _scalar(value)
+                if isinstance(tag, bytes) and scalar is not None:
+                    yield step, tag.decode("utf-8"), scalar
 
 
-def _tag_and_value(entry: bytes) -> tuple[str, float | None]:
-    tag, scalar = "", None
-    for number, value in fields_of(entry):
-        if number == _VALUE_TAG and isinstance(value, bytes):
-            tag = value.decode("utf-8")
-        elif number == _VALUE_SIMPLE and isinstance(value, bytes):
-            (scalar,) = struct.unpack("<f", value)
-        elif number == _VALUE_TENSOR and isinstance(value, bytes):
-            scalar = _tensor_scalar(value)
-    return tag, scalar
+def _scalar(value: Mapping[int, int | bytes]) -> float | None:
+    """The number of a value, also that of a tensor which holds one; None for text, histograms and
+    pictures."""
+    tensor = value.get(_VALUE_TENSOR)
+    fields = dict(fields_of(tensor)) if isinstance(tensor, bytes) else {}
+    is_double = fields.get(_TENSOR_DTYPE) == _DOUBLE
+    if fields.get(_TENSOR_DTYPE) in (_FLOAT, _DOUBLE):
+        packed = fields.get(_TENSOR_CONTENT, fields.get(_TENSOR_DOUBLES if is_double else _TENSOR_FLOATS))
+    else:
+        packed = value.get(_VALUE_SIMPLE)
+    layout = struct.Struct("<d" if is_double else "<f")
+    return layout.unpack(packed)[0] if isinstance(packed, bytes) and len(packed) == layout.size else None
 
 
-def _tensor_scalar(tensor: bytes) -> float | None:
-    """The number of a tensor that holds one; None for text, histograms and pictures."""
-    fields = dict(fields_of(tensor))
-    kind = fields.get(_TENSOR_DTYPE)
-    if kind not in (_FLOAT, _DOUBLE):
-        return None
-    layout = "<f" if kind == _FLOAT else "<d"
-    packed = fields.get(_TENSOR_CONTENT, fields.get(_TENSOR_FLOATS if kind == _FLOAT else _TENSOR_DOUBLES))
-    if not isinstance(packed, bytes) or len(packed) != struct.calcsize(layout):
-        return None
-    (value,) = struct.unpack(layout, packed)
-    return float(value)
-
-
-def fields_of(message: bytes) -> Iterator[Field]:
+def fields_of(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Yield number and content of each field; numbers of 4 and 8 bytes stay bytes.
 
     Raises ``DamagedFileError`` where there is no field.
@@ -92,12 +81,9 @@ def fields_of(message: bytes) -> Iterator[Field]:
             value, at = _varint(message, at)
             yield number, value
             continue
-        if kind == _BYTES:
-            size, at = _varint(message, at)
-        elif kind in (_EIGHT_BYTES, _FOUR_BYTES):
-            size = 8 if kind == _EIGHT_BYTES else 4
-        else:
+        if kind not in _SIZES:
             raise DamagedFileError("unknown kind of field")
+        size, at = _varint(message, at) if kind == _BYTES else (_SIZES[kind], at)
         if at + size > len(message):
             raise DamagedFileError("a field is cut off")
         yield number, message[at : at + size]

@@ -1,4 +1,4 @@
-"""A run's folder, whole or not, into ``RunData``: finished, running, killed and resumed runs."""
+"""Reads a run's folder into ``RunData``: of finished, running, killed and resumed runs."""
 
 import json
 import re
@@ -11,12 +11,11 @@ import yaml
 from pydantic import TypeAdapter
 
 from verl_rc.config.schema import leaves_of, without_secrets
-from verl_rc.data.token_rows import parse_line
 from verl_rc.insight.run_folder.foreign import read_foreign
 from verl_rc.insight.run_folder.histograms import read_heat_map
 from verl_rc.insight.run_folder.lines import (
     Record,
-    Samples,
+    first_and_newest,
     first_few,
     numbers_of,
     read_records,
@@ -73,7 +72,7 @@ def read_run(path: Path, first_step: int = 0, last_step: int = LARGEST_STEP) -> 
 
 
 def _read(path: Path, span: range) -> RunData:
-    """The run with token records and heat map of ``span`` alone, and all else of it."""
+    """The run; its token records and its heat map are those of ``span`` alone."""
     if not path.exists():
         raise NothingToReadError(f"{path} must be a run's folder or a log; there is no such file.")
     source = token_source(path)
@@ -100,7 +99,7 @@ def _read(path: Path, span: range) -> RunData:
 
 
 def _without_tokens(run: RunData) -> RunData:
-    """Say how the trainer's tokens would be recorded, where it is known whose run it is."""
+    """The run with a note that says how its trainer records tokens, where the trainer is known."""
     recording = RECORDINGS.get(run.trainer)
     if recording is not None:
         run.notes.append(
@@ -111,7 +110,7 @@ def _without_tokens(run: RunData) -> RunData:
 
 
 def with_tokens(run: RunData, source: TokenSource, span: range = _ALL_STEPS) -> RunData:
-    """A run of another trainer with its token records, which tell what its log lacks."""
+    """A run of another trainer with its token records, and the metrics that its log lacks and they tell."""
     run.tokens = read_tokens(source, run.notes, span[0], span[-1])
     run.trainer = run.trainer or source.trainer
     if run.tokens is None:
@@ -143,7 +142,7 @@ def _read_folder(folder: Path, source: TokenSource | None, span: range) -> RunDa
         read_records(folder / "histograms.jsonl", run.notes, max_complaints=1), run.notes, span
     )
     run.tokens = None if source is None else read_tokens(source, run.notes, span[0], span[-1])
-    run.ending = _ending(folder / ENDING)
+    run.ending = _parsed(folder / ENDING, run.notes, TypeAdapter(Ending).validate_json, None)
     run.replays = read_replays(folder, run.notes)
     if (folder / METRICS.replace(".jsonl", _REPLACED)).is_file():
         run.notes.append(
@@ -153,17 +152,15 @@ def _read_folder(folder: Path, source: TokenSource | None, span: range) -> RunDa
 
 
 def _alert(step: int, record: Record) -> Alert:
-    """An alert, without the damaged parts of its cause."""
-    evidence = record.get("evidence")
-    numbers = dict(numbers_of(evidence)) if isinstance(evidence, dict) else {}
+    """An alert without the damaged parts of its evidence."""
     title, text, cause = (str(record.get(name, "")) for name in ("title", "text", "cause"))
-    return Alert(step, title, text, cause, numbers)
+    return Alert(step, title, text, cause, numbers_of(record.get("evidence")))
 
 
 def _with_metrics(run: RunData, path: Path) -> RunData:
     if not path.is_file():
         run.notes.append(f"{path.name} is not there: no step was logged.")
-    columns = Columns((step, dict(numbers_of(record))) for step, record in read_records(path, run.notes))
+    columns = Columns((step, numbers_of(record)) for step, record in read_records(path, run.notes))
     run.steps, run.series = columns.steps, columns.series()
     run.notes.extend(reading_notes(columns))
     return run
@@ -171,12 +168,14 @@ def _with_metrics(run: RunData, path: Path) -> RunData:
 
 def _samples(folder: Path, notes: list[str]) -> list[SavedSample]:
     """Rows of the table of validation samples."""
-    samples = Samples(_MOST_SAMPLES)
-    for path in sorted((folder / "tables").glob("*.jsonl")):
-        if not path.name.endswith(_REPLACED):
-            for step, record in read_records(path, notes):
-                samples.add(step, record)
-    return samples.kept(notes)
+    tables = sorted((folder / "tables").glob("*.jsonl"))
+    samples = (
+        SavedSample(step, cells)
+        for path in tables
+        if not path.name.endswith(_REPLACED)
+        for step, cells in read_records(path, notes)
+    )
+    return first_and_newest(samples, _MOST_SAMPLES, notes)
 
 
 def _text(path: Path, notes: list[str]) -> str | None:
@@ -189,7 +188,7 @@ def _text(path: Path, notes: list[str]) -> str | None:
 
 
 def _parsed(path: Path, notes: list[str], parse: Callable[[str], Any], otherwise: Any) -> Any:
-    """What ``parse`` makes of a text; ``otherwise`` where there is none, or where it is damaged."""
+    """The parsed text of a file; ``otherwise`` where there is no file, or where ``parse`` raises."""
     text = _text(path, notes)
     if text is None:
         return otherwise
@@ -209,7 +208,7 @@ def _settings(text: str) -> dict[str, Any]:
 
 
 def read_replays(folder: Path, notes: list[str]) -> list[ReplayedRecord]:
-    """What ``verl-rc diagnose --replay`` measured of all steps; nothing where it has not been called."""
+    """Measurements of ``verl-rc diagnose --replay``, of all steps; empty where it has not been called."""
     kind = TypeAdapter(list[ReplayedRecord])
     return _parsed(  # type: ignore[no-any-return]
         folder / DIAGNOSIS, notes, lambda text: kind.validate_python(json.loads(text)["replayed"]), []
@@ -223,21 +222,16 @@ def _total_steps(run: RunData) -> int | None:
     return setting if isinstance(setting, int) else None
 
 
-def _ending(path: Path) -> Ending | None:
-    record = parse_line(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
-    if record is None or not isinstance(record.get("status"), int):
-        return None
-    return Ending(record["status"], str(record.get("reason", "")))
-
-
 def _cut(run: RunData, span: range) -> RunData:
-    """The run as if only some of its steps had been logged. How it ended is that of its last step."""
+    """The run as if it had logged the steps of ``span`` alone. Its ending belongs to its last step."""
     steps = [step for step in run.steps if step in span]
-    shown = steps or (run.tokens.steps if run.tokens is not None else ())  # a step may have its records alone
-    if not shown:
-        there = f"steps {run.steps[0]} to {run.steps[-1]}" if run.steps else "none"
-        raise NothingToReadError(f"{run.path} must hold a step from {span[0]} to {span[-1]}; it has {there}.")
-    is_whole = bool(steps) and run.steps[-1] in span
+    readable = steps or (run.tokens.steps if run.tokens is not None else ())  # a step may have records alone
+    if not readable:
+        logged = f"steps {run.steps[0]} to {run.steps[-1]}" if run.steps else "none"
+        raise NothingToReadError(
+            f"{run.path} must hold a step from {span[0]} to {span[-1]}; it has {logged}."
+        )
+    has_last_step = bool(steps) and run.steps[-1] in span
     series = {name: series.between(span[0], span[-1]) for name, series in run.series.items()}
     return replace(
         run,
@@ -247,7 +241,7 @@ def _cut(run: RunData, span: range) -> RunData:
         alerts=[alert for alert in run.alerts if alert.step in span],
         samples=[sample for sample in run.samples if sample.step in span],
         replays=[record for record in run.replays if record.step in span],
-        total_steps=run.total_steps if is_whole else None,
-        ending=run.ending if is_whole else None,
-        notes=[*run.notes, f"Only steps {shown[0]} to {shown[-1]} are shown."],
+        total_steps=run.total_steps if has_last_step else None,
+        ending=run.ending if has_last_step else None,
+        notes=[*run.notes, f"Only steps {readable[0]} to {readable[-1]} are shown."],
     )

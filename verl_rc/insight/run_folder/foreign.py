@@ -13,15 +13,16 @@ from typing import TypeVar
 from verl_rc.data.token_rows import parse_line
 from verl_rc.insight.run_folder import event_files
 from verl_rc.insight.run_folder.lines import (
-    Samples,
     as_number,
     as_step,
+    first_and_newest,
     numbers_of,
     read_records,
     reading_notes,
     restart_notes,
 )
-from verl_rc.insight.run_folder.records import Columns, RunData
+from verl_rc.insight.run_folder.records import Columns, RunData, SavedSample
+from verl_rc.insight.run_folder.token_files import read_lines
 from verl_rc.insight.run_folder.trainers import prime_rl, trl, wandb_files
 
 _T = TypeVar("_T")
@@ -86,14 +87,18 @@ def read_foreign(path: Path) -> RunData | None:
         trainer = prime_rl.LAYOUT.trainer
         run = RunData(path.name, path, f"{trainer} run", trainer=trainer)
         records = read_records(path / prime_rl.METRICS, run.notes)
-        return _from_rows(run, ((step, dict(numbers_of(record))) for step, record in records))
+        return _from_rows(run, ((step, numbers_of(record)) for step, record in records))
     events = sorted(path.glob(f"*{event_files.MARK}*")) if path.is_dir() else [path]
     if events and event_files.MARK in events[0].name:
         run = RunData(path.name, path, EVENTS)
         return _from_rows(run, _event_rows(events, run.notes))
     if path.is_dir():
         dumps = sorted(
-            (file for file in path.glob("*.jsonl") if file.stem.isdecimal()),
+            (
+                file
+                for file in path.glob("*.jsonl")
+                if file.stem.isdecimal() and as_step(int(file.stem)) is not None
+            ),
             key=lambda file: int(file.stem),
         )
         return _from_dumps(path, dumps) if dumps else None
@@ -108,28 +113,14 @@ def read_foreign(path: Path) -> RunData | None:
         head.lstrip().startswith(b'{"step":') and b'"data":' in head[:80]
     )
     run = RunData(path.stem, path, FILE_LOGGER if is_logger else CONSOLE, trainer="verl")
-    lines = _file_logger_lines(path, run.notes) if is_logger else _console_lines(path)
-    return _from_rows(run, lines, row_is_step=True)
+    records = read_records(path, run.notes)  # of the file logger: {"step": n, "data": {name: value}}
+    logged = ((step, numbers_of(record["data"])) for step, record in records if "data" in record)
+    return _from_rows(run, logged if is_logger else _console_lines(path), row_is_step=True)
 
 
 def rejects(run: RunData) -> bool:
     """Whether tokens were rejected at some step."""
     return any(value > 0 for name in _REJECTED for value in run.get(name).values)
-
-
-def _file_logger_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, float]]]:
-    """Lines ``{"step": n, "data": {name: value}}``; a number that is not finite is null there."""
-    broken = 0
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            record = parse_line(line) or {}
-            step, data = as_step(record.get("step")), record.get("data")
-            if step is not None and isinstance(data, dict):
-                yield step, dict(numbers_of(data))
-            elif line.strip():
-                broken += 1
-    if broken:
-        notes.append(f"{path.name}: {broken} line(s) are half written or no records, and left out.")
 
 
 def _console_lines(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
@@ -213,25 +204,25 @@ def _from_rows(
 
 def _from_dumps(path: Path, files: list[Path]) -> RunData | None:
     """Files ``N.jsonl`` of samples: texts and scores, no log-probs."""
-    rows: dict[int, dict[str, float]] = {}
-    samples, left_out = Samples(_MOST_DUMPED_SAMPLES), 0
+    run, scores = RunData(path.name, path, DUMPS, trainer="verl"), dict[int, list[float]]()
+    run.samples = first_and_newest(_dumped(files, scores, run.notes), _MOST_DUMPED_SAMPLES, run.notes)
+    rows = (
+        (step, {"critic/score/mean": sum(step_scores) / len(step_scores)})
+        for step, step_scores in scores.items()
+    )
+    return _from_rows(run, rows)
+
+
+def _dumped(files: list[Path], scores: dict[int, list[float]], notes: list[str]) -> Iterator[SavedSample]:
+    """Yield the samples that have a score, which is added to ``scores`` of its step."""
+    left_out = 0
     for file in files:
-        step, scores = as_step(int(file.stem)), []
-        with file.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                record = parse_line(line) or {}
-                score = as_number(record.get("score", ""))
-                if step is None or score is None or math.isnan(score) or "output" not in record:
-                    left_out += bool(line.strip())
-                    continue
-                scores.append(score)
-                samples.add(step, record)
-        if step is not None and scores:
-            rows[step] = {"critic/score/mean": sum(scores) / len(scores)}
-    run = RunData(path.name, path, DUMPS, trainer="verl")
-    run.samples = samples.kept(run.notes)
+        for sample in read_lines(file, notes):
+            step, score = int(file.stem), as_number(sample.get("score"))
+            if score is None or math.isnan(score) or "output" not in sample:
+                left_out += 1
+                continue
+            scores.setdefault(step, []).append(score)
+            yield SavedSample(step, {name: cell for name, cell in sample.items() if name != "step"})
     if left_out:
-        run.notes.append(
-            f"{left_out} line(s) are half written, or have no output or score, and are left out."
-        )
-    return _from_rows(run, rows.items())
+        notes.append(f"{left_out} line(s) of dumps have no output or score, and are left out.")

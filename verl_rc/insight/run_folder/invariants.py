@@ -1,8 +1,8 @@
-"""What must hold of every token record, whatever the policies are: checked exactly, without statistics.
+"""Invariants of every token record, whatever the policies are.
 
-Rows that a stop token ended end with one; two requests do not get the same ids but by chance; ids are inside
-the vocabulary; the log-probs of no row belong to the tokens beside them; the lowest log-prob is not that of
-many different tokens; the mask leaves out no token that the engine sampled.
+A row that a stop token ended ends with one. Two requests get equal ids by chance alone. Ids are inside the
+vocabulary. The log-probs of no row belong to the neighbours of its tokens. Many different tokens do not share
+the lowest log-prob. The mask leaves out no token that the engine sampled.
 """
 
 import math
@@ -17,19 +17,19 @@ from verl_rc.insight.run_folder.signature_sums import ComparedTokens
 from verl_rc.metrics.bounds import BOUNDS
 
 _FEWEST_PAIRS = 8
-"""Tokens of a row, not nearly certain ones, below which its shift is not looked for."""
+"""Uncertain tokens of a row that its check for a shift needs."""
 _FEWEST_AT_FLOOR = 8
-"""Tokens with the lowest log-prob that the trainer tells apart, below which it is a coincidence."""
+"""Different log-probs of the trainer among the tokens with the lowest log-prob; fewer are a coincidence."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """Which rows break an invariant."""
+    """Rows that break an invariant."""
 
     rows: tuple[int, ...]
-    """Their numbers in the record."""
+    """Places in the batch."""
     checked: int
-    """Of how many."""
+    """How many rows were checked."""
 
 
 Invariants = Mapping[str, Broken]
@@ -37,12 +37,12 @@ Invariants = Mapping[str, Broken]
 
 
 def broken_invariants(record: TokenRecord) -> Invariants:
-    """By name what was checked; left out where a field or a fact is not known."""
+    """Invariants by name; those whose fields or facts are not known are left out."""
     tokens = ComparedTokens.from_record(record)
     checked = {
-        "stop": _without_stop(record),
-        "equal": _equal(record),
-        "vocabulary": _outside(record),
+        "stop": _without_stop_token(record),
+        "equal": _equal_ids(record),
+        "vocabulary": _outside_vocabulary(record),
         "shifted": None if tokens is None else _shifted(tokens),
         "floor": None if tokens is None else _floored(tokens),
         "mask": _outside_mask(record),
@@ -54,7 +54,7 @@ def _numbers(record: TokenRecord, indices: Array) -> tuple[int, ...]:
     return tuple(record.rows["row"][indices].tolist())
 
 
-def _without_stop(record: TokenRecord) -> Broken | None:
+def _without_stop_token(record: TokenRecord) -> Broken | None:
     """Finished rows whose last token, which the policy sampled, is no stop token."""
     stops, ids = _whole_numbers(record.facts.get("stop_token_ids")), record.tokens.get("response_ids")
     if not stops or ids is None or "finished" not in record.rows:
@@ -70,16 +70,16 @@ def _without_stop(record: TokenRecord) -> Broken | None:
 
 
 def _whole_numbers(value: Any) -> list[int]:
-    """The ids of a fact: one or several."""
+    """The integers of a fact, which holds one or a list of them."""
     values = value if isinstance(value, list | tuple) else [value]
-    return [one for one in values if isinstance(one, int) and not isinstance(one, bool)]
+    return [number for number in values if isinstance(number, int) and not isinstance(number, bool)]
 
 
-def _equal(record: TokenRecord) -> Broken | None:
-    """Rows that repeat the ids of another row, where chance makes any such pair once in a million steps.
+def _equal_ids(record: TokenRecord) -> Broken | None:
+    """Rows that repeat the ids of another row, though chance makes such a pair once in a million steps.
 
-    Ids that the engine samples with probability q are sampled for another request, too, with probability q;
-    that any pair of rows is equal by chance has at most the sum of theirs.
+    If the engine samples a row's ids with probability q, it samples them for a second request with
+    probability q, too. The probability of any equal pair is at most the sum over the pairs.
     """
     ids, count = record.tokens.get("response_ids"), len(record.lengths)
     # Raw log-probs may be those of a much higher temperature; the trainer's are of its own.
@@ -87,78 +87,82 @@ def _equal(record: TokenRecord) -> Broken | None:
     names = [name for name in ("rollout_log_prob", "old_log_prob") if name in record.tokens]
     if ids is None or (is_raw and len(names) < 2):
         return None
-    mask, numbers = record.tokens["response_mask"], np.repeat(np.arange(count), record.lengths)
+    mask, row_numbers = record.tokens["response_mask"], record.row_numbers
     log_probs = (record.tokens[name].astype("float64") for name in names)
     sampled = (np.where(mask & np.isfinite(values), values, 0.0) for values in log_probs)
-    sums = np.max([np.bincount(numbers, values, count) for values in sampled], axis=0)
-    seen: dict[bytes, dict[int, float]] = {}
+    sums = np.max([np.bincount(row_numbers, values, count) for values in sampled], axis=0)
+    rows_by_ids: dict[bytes, dict[int, float]] = {}
     for index in range(count):
-        rows = seen.setdefault(ids[record.of_row(index)].tobytes(), {})
+        rows = rows_by_ids.setdefault(ids[record.of_row(index)].tobytes(), {})
         rows[int(record.rows["row"][index])] = float(sums[index])  # a row that was recorded twice is one
     likely = math.log(BOUNDS.chance / max(count * (count - 1) / 2, 1.0))
-    groups = (sorted(rows)[1:] for rows in seen.values() if max(rows.values()) < likely)
+    groups = (sorted(rows)[1:] for rows in rows_by_ids.values() if max(rows.values()) < likely)
     return Broken(tuple(number for rows in groups for number in rows), count)
 
 
-def _outside(record: TokenRecord) -> Broken | None:
+def _outside_vocabulary(record: TokenRecord) -> Broken | None:
     """Rows with ids below 0 or, where its size is known, beyond the vocabulary."""
     ids = record.tokens.get("response_ids")
     if ids is None:
         return None
     sizes = _whole_numbers(record.facts.get("vocab_size"))
     outside = (ids < 0) | (ids >= (sizes[0] if sizes else np.iinfo("int32").max))
-    rows = np.repeat(np.arange(len(record.lengths)), record.lengths)[outside]
-    return Broken(_numbers(record, np.unique(rows)), len(record.lengths))
+    return Broken(_numbers(record, np.unique(record.row_numbers[outside])), len(record.lengths))
 
 
 def _shifted(tokens: ComparedTokens) -> Broken:
     """Rows whose log-probs agree with those of the tokens beside their own, and not with their own."""
-    rollout, place = tokens.train - tokens.logs, np.arange(len(tokens.rows))
+    rollout, place = tokens.old_log_probs - tokens.log_ratios, np.arange(len(tokens.row_numbers))
     is_shifted = is_long = np.zeros(len(tokens.record.lengths), bool)
     for lag in BOUNDS.lags:
-        other = np.clip(place + lag, 0, len(place) - 1)
-        is_pair = tokens.valid & tokens.valid[other] & (tokens.rows[other] == tokens.rows)
+        neighbour = np.clip(place + lag, 0, len(place) - 1)
+        is_pair = (
+            tokens.is_compared
+            & tokens.is_compared[neighbour]
+            & (tokens.row_numbers[neighbour] == tokens.row_numbers)
+        )
         # Log-probs near 0 are all alike.
-        is_pair &= (other == place + lag) & (np.minimum(tokens.train, rollout[other]) < -BOUNDS.lag_distance)
+        is_pair &= neighbour == place + lag
+        is_pair &= np.minimum(tokens.old_log_probs, rollout[neighbour]) < -BOUNDS.lag_distance
         has_pairs = tokens.by_row(is_pair) >= _FEWEST_PAIRS
 
         # Of the same tokens: one that is far off at the end of a row has no neighbour on one side.
-        own, shifted = (
-            tokens.by_row(np.where(is_pair, np.abs(tokens.train - values), 0.0))
-            for values in (rollout, rollout[other])
+        unshifted, shifted = (
+            tokens.by_row(np.where(is_pair, np.abs(tokens.old_log_probs - values), 0.0))
+            for values in (rollout, rollout[neighbour])
         )
-        mean = own / np.maximum(tokens.by_row(is_pair), 1)
+        mean = unshifted / np.maximum(tokens.by_row(is_pair), 1)
         is_long = is_long | (has_pairs & (lag != 0))
         is_shifted = is_shifted | (
-            has_pairs & (mean > BOUNDS.lag_distance) & (shifted < BOUNDS.row_lag * own)
+            has_pairs & (mean > BOUNDS.lag_distance) & (shifted < BOUNDS.row_lag * unshifted)
         )
     return Broken(_numbers(tokens.record, np.flatnonzero(is_shifted)), int(is_long.sum()))
 
 
 def _floored(tokens: ComparedTokens) -> Broken:
-    """Rows with the engine's lowest log-prob, where it reports this very number for tokens that the trainer
-    tells apart, and they make most of the gap.
+    """Rows with the engine's lowest log-prob, if many tokens have exactly this log-prob, the trainer gives
+    them different ones, and they make most of the gap.
 
-    Equal tokens behind equal prefixes have one log-prob on both sides; others have the same float by chance.
+    Equal tokens behind equal prefixes have one log-prob on both sides; other tokens share a float by chance.
     """
     rollout = tokens.record.tokens["rollout_log_prob"]
-    lowest = rollout[tokens.valid].min()
-    at_floor = tokens.valid & (rollout == lowest)
-    different = np.unique(np.round(tokens.train[at_floor] / BOUNDS.reproduced))
-    squares = np.square(tokens.logs)
+    lowest = rollout[tokens.is_compared].min()
+    at_floor = tokens.is_compared & (rollout == lowest)
+    different = np.unique(np.round(tokens.old_log_probs[at_floor] / BOUNDS.reproduced))
+    squares = np.square(tokens.log_ratios)
     is_floor = len(different) >= _FEWEST_AT_FLOOR
     is_floor = is_floor and squares[at_floor].sum() > squares.sum() / 2
-    rows = np.unique(tokens.rows[at_floor]) if is_floor else np.zeros(0, int)
-    return Broken(_numbers(tokens.record, rows), len(np.unique(tokens.rows[tokens.valid])))
+    rows = np.unique(tokens.row_numbers[at_floor]) if is_floor else np.zeros(0, int)
+    return Broken(_numbers(tokens.record, rows), len(np.unique(tokens.row_numbers[tokens.is_compared])))
 
 
 def _outside_mask(record: TokenRecord) -> Broken:
-    """Rows of which the mask leaves out a token that has the engine's log-prob, and not all of them.
+    """Rows whose mask leaves out a token with a log-prob of the engine, but not all tokens.
 
-    Tokens that nobody sampled have none: 0, or not a number.
+    Tokens that the engine did not sample have none: 0, or NaN.
     """
     rollout, mask = record.tokens["rollout_log_prob"], record.tokens["response_mask"]
-    rows = np.repeat(np.arange(len(record.lengths)), record.lengths)
+    rows = record.row_numbers
     marked = np.unique(rows[mask])
     outside = np.unique(rows[~mask & np.isfinite(rollout) & (rollout != 0)])
     return Broken(_numbers(record, np.intersect1d(marked, outside)), len(marked))

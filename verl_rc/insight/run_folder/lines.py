@@ -2,8 +2,8 @@
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median_high
 from typing import Any
@@ -15,21 +15,22 @@ Record = dict[str, Any]
 
 
 def read_records(path: Path, notes: list[str], max_complaints: int = 3) -> Iterator[tuple[int, Record]]:
-    """Step and record of each whole line ``{"step": …}``; what cannot be read is noted and left out."""
+    """Step and further fields of each whole line ``{"step": …}``; lines that cannot be read are noted and
+    left out."""
     if not path.is_file():
         return
     broken: list[int] = []
-    half = False
+    is_cut_off = False
     for number, line in _lines(path):
-        record = None if line is None else parse_line(line)
-        step = None if record is None else as_step(record.get("step"))
-        if record is not None and step is not None:
+        record = parse_line(line or "") or {}
+        step = as_step(record.pop("step", None))
+        if step is not None:
             yield step, record
         elif line is None:
-            half = True
+            is_cut_off = True
         elif line.strip():
             broken.append(number)
-    if half:
+    if is_cut_off:
         notes.append(
             f"{path.name}: the last line is half written and left out; the run was killed, or is writing it "
             "now."
@@ -55,28 +56,20 @@ def _lines(path: Path) -> Iterator[tuple[int, str | None]]:
                 yield number, None if parse_line(line) is None else f"{line}\n"
 
 
-def numbers_of(record: Record) -> Iterator[tuple[str, float]]:
-    """The metrics of a record, by name."""
-    for name, value in record.items():
-        if name != "step" and (number := as_number(value)) is not None:
-            yield name, number
+def numbers_of(record: object) -> dict[str, float]:
+    """The metrics of a record by name; empty for a value that is no mapping."""
+    fields = record.items() if isinstance(record, dict) else ()
+    return {name: number for name, value in fields if (number := as_number(value)) is not None}
 
 
-def as_number(value: object) -> float | None:
-    """A metric's value: numbers, and the words for numbers that are not finite; None for anything else."""
-    match value:
-        case bool() | int() | float():
-            try:
-                return float(value)
-            except OverflowError:
-                return math.inf
-        case None | "NaN" | "nan":
-            return math.nan
-        case "Infinity" | "inf":
-            return math.inf
-        case "-Infinity" | "-inf":
-            return -math.inf
-    return None
+def as_number(value: Any) -> float | None:
+    """A metric's value: a number, or text that ``float`` reads; NaN for null; None for anything else."""
+    try:
+        return math.nan if value is None else float(value)
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError):
+        return None
 
 
 def as_step(value: object) -> int | None:
@@ -102,33 +95,22 @@ def reading_notes(columns: Columns) -> list[str]:
     return notes
 
 
-class Samples:
-    """The first and the newest samples of a run; those in between are left out where there are too many."""
-
-    def __init__(self, most: int) -> None:
-        self._most_first = most // 2
-        self._first: list[SavedSample] = []
-        self._newest = deque[SavedSample](maxlen=most - most // 2)
-        self._count = 0
-
-    def add(self, step: int, record: Record) -> None:
-        """Take one."""
-        sample = SavedSample(step, {name: cell for name, cell in record.items() if name != "step"})
-        self._count += 1
-        if len(self._first) < self._most_first:
-            self._first.append(sample)
-        else:
-            self._newest.append(sample)
-
-    def kept(self, notes: list[str]) -> list[SavedSample]:
-        """Those that were kept, steps ascending; the notes say how many were not."""
-        samples = sorted([*self._first, *self._newest], key=lambda sample: sample.step)
-        if len(samples) < self._count:
-            notes.append(
-                f"{self._count:,} samples were recorded; the first {len(self._first):,} and the newest "
-                f"{len(self._newest):,} were read."
-            )
-        return samples
+def first_and_newest(samples: Iterable[SavedSample], most: int, notes: list[str]) -> list[SavedSample]:
+    """The first and the newest samples of a run, at most ``most``, steps ascending; the notes say how many
+    are left out."""
+    samples = iter(samples)
+    first, newest = list(islice(samples, most // 2)), deque[SavedSample](maxlen=most - most // 2)
+    count = len(first)
+    for sample in samples:
+        newest.append(sample)
+        count += 1
+    selection = sorted([*first, *newest], key=lambda sample: sample.step)
+    if len(selection) < count:
+        notes.append(
+            f"{count:,} samples were recorded; the first {len(first):,} and the newest {len(newest):,} were "
+            "read."
+        )
+    return selection
 
 
 def restart_notes(restarts: Sequence[tuple[int, int]]) -> list[str]:

@@ -1,8 +1,7 @@
-"""Which tokens the gap belongs to: its size by position, length, age, probability, kind, turn and data source
-of the tokens.
+"""The gap by position, length, age, probability, kind, turn and data source of the tokens.
 
-Sums over rows that were drawn at random; bands are bootstrapped over rows, for tokens of one row are not
-independent.
+Sums are over rows that were drawn at random. Bands are bootstrapped over rows, because tokens of one row are
+not independent.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ _TURNS = (1, 2, 3, 4)
 _MOST_SOURCES = 8
 _DRAWS = 200
 _MOST_BLOCKS = 1_000
-"""Blocks that rows are joined to, and which are drawn then."""
+"""Blocks of rows that the bootstrap draws; more rows share them."""
 _BAND = (5.0, 95.0)
 _FLOOR_STEPS = 2
 
@@ -53,13 +52,13 @@ class Profile:
 
 @dataclass(frozen=True)
 class Profiles:
-    """All of them, and what they are of."""
+    """All profiles of a run."""
 
     profiles: tuple[Profile, ...]
     rows: int
     tokens: int
     has_noise: bool
-    """Whether sizes are logit noise, which is alike for likely and for rare tokens."""
+    """Whether sizes are logit noise, which is equal for likely and for rare tokens."""
     floor: float | None
     """Size in the records of the first two steps."""
 
@@ -75,21 +74,21 @@ class ProfileSums:
         self._rows = 0
 
     def add(self, tokens: ComparedTokens) -> None:
-        """Take in the compared tokens of a record."""
-        record, counted = tokens.record, tokens.valid
+        """Add the compared tokens of a record."""
+        record, is_compared = tokens.record, tokens.is_compared
         is_random = record.rows["chosen_by"] == "random"
         noise = noise_scale(record.tokens)
         self._has_noise = self._has_noise and noise is not None
-        squares = np.square(tokens.logs)
+        squares = np.square(tokens.log_ratios)
         gradients = (
             np.ones_like(squares) if noise is None else np.square(np.nan_to_num(noise).astype("float64"))
         )
-        values = np.stack([squares, np.where(counted, gradients, 0.0), counted.astype("float64")])
+        values = np.stack([squares, np.where(is_compared, gradients, 0.0), is_compared.astype("float64")])
         place = np.cumsum(is_random) - 1
         for name, (buckets, bucket_of_token) in self._buckets(tokens).items():
-            key = (place[tokens.rows] * buckets + bucket_of_token)[counted]
+            key = (place[tokens.row_numbers] * buckets + bucket_of_token)[is_compared]
             size = int(is_random.sum()) * buckets
-            sums = np.stack([np.bincount(key, part[counted], size) for part in values])
+            sums = np.stack([np.bincount(key, part[is_compared], size) for part in values])
             self._sums.setdefault(name, []).append(sums.reshape(3, -1, buckets))
         if record.step <= _FLOOR_STEPS:
             self._floor += values.sum(axis=1)
@@ -97,19 +96,19 @@ class ProfileSums:
 
     def _buckets(self, compared: ComparedTokens) -> Mapping[str, tuple[int, Array]]:
         """Number of buckets, and the bucket of every token, by property."""
-        record, row_numbers, positions = compared.record, compared.rows, compared.positions
+        record, row_numbers, positions = compared.record, compared.row_numbers, compared.positions
         tokens, mask = record.tokens, record.tokens["response_mask"]
         starts_turn = mask & ~np.concatenate([[False], mask[:-1]])
         starts_turn |= mask & (positions == 0)
         turns = np.cumsum(starts_turn)
-        before = (turns - starts_turn)[np.minimum(record.starts, len(turns) - 1)]
+        turns_before_row = (turns - starts_turn)[np.minimum(record.starts, len(turns) - 1)]
         buckets = {
             "position": _digitize(positions, _POSITIONS),
             "length": _digitize(record.lengths[row_numbers], _LENGTHS),
             "probability": _digitize(
                 np.exp(np.nan_to_num(tokens["old_log_prob"], neginf=-100.0)), _PROBABILITIES
             ),
-            "turn": _digitize(turns - before[row_numbers], _TURNS),
+            "turn": _digitize(turns - turns_before_row[row_numbers], _TURNS),
             "source": (_MOST_SOURCES, self._source_numbers(record)[row_numbers]),
         }
         if "token_class" in tokens:
@@ -130,14 +129,14 @@ class ProfileSums:
         )
 
     def profiles(self) -> Profiles | None:
-        """What was collected; None without any row."""
+        """The profiles of all records; None without any row."""
         if not self._rows:
             return None
         labels = {
             "position": ("Position in the response", _labels(_POSITIONS)),
             "length": ("Length of the response", _labels(_LENGTHS)),
             "age": ("Age: updates since the weights that sampled it", _labels(_AGES)),
-            "probability": ("Probability under the trainer", _labels(_PROBABILITIES, whole=False)),
+            "probability": ("Probability under the trainer", _labels(_PROBABILITIES, integers=False)),
             "class": ("Kind of token", TOKEN_CLASSES),
             "turn": ("Turn of the conversation", _labels(_TURNS)),
             "source": ("Data source", self._sources),
@@ -148,21 +147,18 @@ class ProfileSums:
             if name in self._sums
         ]
         tokens = int(sum(part[2].sum() for part in self._sums["position"]))
-        floor = (
-            None
-            if not self._floor[1]
-            else float(np.sqrt(self._floor[0] / self._floor[1 if self._has_noise else 2]))
-        )
+        square, *divisors = self._floor
+        floor = float(np.sqrt(square / divisors[not self._has_noise])) if divisors[0] else None
         return Profiles(tuple(profiles), self._rows, tokens, self._has_noise, floor)
 
     def _profile(self, title: str, labels: Iterable[str], parts: Sequence[Array]) -> Profile:
         sums = np.concatenate(parts, axis=1)  # [3, rows, buckets]
-        squares, below, tokens = sums[0], sums[1 if self._has_noise else 2], sums[2].sum(axis=0)
-        size = _root(squares.sum(axis=0), below.sum(axis=0))
-        draws = _root(*(_bootstrap_sums(part) for part in (squares, below)))
+        squares, divisors, tokens = sums[0], sums[1 if self._has_noise else 2], sums[2].sum(axis=0)
+        size = _root(squares.sum(axis=0), divisors.sum(axis=0))
+        draws = _root(_bootstrap_sums(squares), _bootstrap_sums(divisors))
         with np.errstate(invalid="ignore"):
             low, high = np.nanpercentile(np.where(np.isfinite(draws), draws, 0.0), _BAND, axis=0)
-        whole = max(float(squares.sum()), 1e-300)
+        squared_gap = max(float(squares.sum()), 1e-300)
         bars = (
             Bar(
                 label,
@@ -171,7 +167,7 @@ class ProfileSums:
                 float(low[i]),
                 float(high[i]),
                 float(tokens[i] / tokens.sum()),
-                float(squares[:, i].sum() / whole),
+                float(squares[:, i].sum() / squared_gap),
             )
             for i, label in enumerate(labels)
             if tokens[i] and np.isfinite(size[i])
@@ -179,15 +175,15 @@ class ProfileSums:
         return Profile(title, tuple(bars))
 
 
-def _root(squares: Array, below: Array) -> Array:
+def _root(squares: Array, divisors: Array) -> Array:
     with np.errstate(divide="ignore", invalid="ignore"):
-        size: Array = np.sqrt(squares / below)
+        size: Array = np.sqrt(squares / divisors)
     return size
 
 
 def _bootstrap_sums(rows: Array) -> Array:
-    """``[draws, buckets]``: sums over rows that are drawn again, from ``[rows, buckets]``; the same draws for
-    equal rows."""
+    """float64 ``[draws, buckets]``: bootstrapped sums of ``rows`` ``[rows, buckets]``. The draws depend on
+    the number of rows alone."""
     count = min(len(rows), _MOST_BLOCKS)
     blocks = np.zeros((count, rows.shape[1]))
     np.add.at(blocks, np.arange(len(rows)) % count, rows)
@@ -202,8 +198,8 @@ def _digitize(values: Array, edges: Sequence[float]) -> tuple[int, Array]:
     )
 
 
-def _labels(edges: Sequence[float], whole: bool = True) -> Iterator[str]:
+def _labels(edges: Sequence[float], integers: bool = True) -> Iterator[str]:
     for low, high in pairwise(edges):
-        last = high - 1 if whole else high
+        last = high - 1 if integers else high
         yield f"{low:g}" if last == low else f"{low:g} to {last:g}"
     yield f"{edges[-1]:g} and more"

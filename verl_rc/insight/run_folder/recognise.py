@@ -19,12 +19,12 @@ def token_source(path: Path) -> TokenSource | None:
     candidates = [own_source(path), *(layout.source(path) for layout in LAYOUTS if path.is_dir())]
     sources = [source for source in candidates if source is not None]
     is_foreign = bool(sources) and sources[0].trainer not in ("", OWN_TRAINER, UNKNOWN_TRAINER)
-    own = "a run of verl_rc and " if is_foreign and is_own_run(path) else ""
-    if own or len(sources) > 1:
+    own_run = "a run of verl_rc and " if is_foreign and is_own_run(path) else ""
+    if own_run or len(sources) > 1:
         names = " and ".join(source.trainer for source in sources)
         raise NothingToReadError(
-            f"{path} must hold the files of one trainer; it holds {own}token files of {names}. Pass a folder "
-            "of one of them."
+            f"{path} must hold the files of one trainer; it holds {own_run}token files of {names}. Pass a "
+            "folder of one of them."
         )
     return sources[0] if sources else None
 
@@ -33,5 +33,5 @@ def is_own_run(path: Path) -> bool:
     """Whether it is a run's folder that verl_rc wrote; prime-rl has a file of metrics with the same name."""
     if (path / CONFIG).is_file():
         return True
-    is_theirs = prime_rl.has_metrics(path) or bool(prime_rl.LAYOUT.files(path))
-    return (path / METRICS).is_file() and not is_theirs
+    is_prime_rl = prime_rl.has_metrics(path) or bool(prime_rl.LAYOUT.files(path))
+    return (path / METRICS).is_file() and not is_prime_rl

@@ -188,6 +188,15 @@ class ReplayedRecord:
     operation: str = ""
     """The first operation at which an engine is farther from the trainer than its precision rounds."""
 
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` where a measurement lacks others that come with it."""
+        required = {"own_cache", "stale_version", "cached_tokens"} if "stale_cache" in self.numbers else set()
+        required |= {"operation_gap", "operation_rounding"} if self.operation else set()
+        if lacking := required - self.numbers.keys():
+            raise ValueError(f"numbers of step {self.step} must hold {', '.join(sorted(lacking))}")
+        if {"stale_cache", "engine_reproduced"} & self.numbers.keys() and self.version not in self.versions:
+            raise ValueError(f"versions of step {self.step} must hold version {self.version}")
+
     @property
     def best_version(self) -> int:
         """The weights whose log-probs are nearest to the engine's."""

@@ -1,8 +1,7 @@
-"""Tokens with the same tokens before them: they were drawn from one distribution, so that a temperature shows
-without its entropy.
+"""Tokens behind equal prefixes. They come from one distribution, so a temperature shows without entropies.
 
-At another temperature ``l = kappa log pi + c``, where c depends on the tokens before alone. A filter, or a
-banned token, makes l the same for all tokens behind a prefix: the slope is 0.
+At another temperature ``l = kappa log pi + c``, where c depends on the prefix alone. A filter, or a banned
+token, makes l the same for all tokens behind a prefix: the slope is 0.
 """
 
 from collections.abc import Iterator
@@ -15,18 +14,23 @@ from verl_rc.metrics.bounds import BOUNDS
 
 
 def prefix_metrics(tokens: ComparedTokens) -> dict[str, float]:
-    """Slope of l over log pi behind equal prefixes, in standard errors too, and the share of the spread of l
-    that it explains; how much l varies behind a prefix, of the mean of l^2. Empty where ids are not known, or
-    too few tokens share a prefix."""
+    """Metrics of l behind equal prefixes; empty where ids are not known, or too few tokens share a prefix.
+
+    ``prefix_slope``: slope of l over log pi; ``prefix_z``: the slope over its standard error; ``prefix_r2``:
+    the share of the variance of l behind a prefix that the slope explains; ``prefix_spread``: that variance
+    over the mean of l^2.
+    """
     products, squares = np.zeros((2, len(tokens.record.lengths)))
     spread, square, count, freedom = 0.0, 0.0, 0, 0
     for places, classes, prompts in _shared(tokens):
-        square += float(np.sum(tokens.logs[places] ** 2))
+        square += float(np.sum(tokens.log_ratios[places] ** 2))
         count += len(places)
-        logs, train = (_centred(values[places], classes) for values in (tokens.logs, tokens.train))
-        products += np.bincount(prompts, logs * train, len(products))
-        squares += np.bincount(prompts, train**2, len(squares))
-        spread += float(logs @ logs)
+        log_ratios, log_probs = (
+            _centred(values[places], classes) for values in (tokens.log_ratios, tokens.old_log_probs)
+        )
+        products += np.bincount(prompts, log_ratios * log_probs, len(products))
+        squares += np.bincount(prompts, log_probs**2, len(squares))
+        spread += float(log_ratios @ log_ratios)
         freedom += len(classes) - len(np.unique(classes))
     quotient = summed(products, squares)
     if freedom < BOUNDS.fewest_shared or not quotient.b or not spread:
@@ -41,8 +45,8 @@ def prefix_metrics(tokens: ComparedTokens) -> dict[str, float]:
 
 
 def behind_prefixes(tokens: ComparedTokens, *columns: Array) -> tuple[Array, ...]:
-    """Of each column ``[tokens]`` the values less the mean behind their prefix, where others share it; last
-    the number of each one's prompt."""
+    """Each column ``[tokens]`` less its mean behind the prefix, of the tokens whose prefix others share; then
+    the number of the prompt of each of these tokens."""
     parts = [(*(np.zeros(0) for _ in columns), np.zeros(0, int))]
     for places, classes, prompts in _shared(tokens):
         parts.append((*(_centred(values[places], classes) for values in columns), prompts))
@@ -50,8 +54,8 @@ def behind_prefixes(tokens: ComparedTokens, *columns: Array) -> tuple[Array, ...
 
 
 def _shared(tokens: ComparedTokens) -> Iterator[tuple[Array, Array, Array]]:
-    """Yield for each position the compared tokens whose prefix others share, and the numbers of each one's
-    prefix and prompt; nothing where ids are not known."""
+    """Yield for each position the places of the compared tokens whose prefix others share, and for each of
+    them the number of its prefix and of its prompt; nothing where ids are not known."""
     record = tokens.record
     if record.prompts is None or "response_ids" not in record.tokens:
         return
@@ -61,20 +65,20 @@ def _shared(tokens: ComparedTokens) -> Iterator[tuple[Array, Array, Array]]:
     position = 0
     while True:
         is_long = record.lengths[rows] > position
-        rows, classes = _of_shared(rows[is_long], classes[is_long])
+        rows, classes = _where_shared(rows[is_long], classes[is_long])
         if not len(rows):
             return
         places = starts[rows] + position
-        # Again: those that share the prefix may be worst rows, which are not compared.
-        is_compared = tokens.valid[places]
-        compared, prefixes = _of_shared(places[is_compared], classes[is_compared])
-        yield compared, prefixes, prompts[tokens.rows[compared]]
+        # The rows that share a prefix may be worst rows, which are not compared.
+        is_compared = tokens.is_compared[places]
+        compared, prefixes = _where_shared(places[is_compared], classes[is_compared])
+        yield compared, prefixes, prompts[tokens.row_numbers[compared]]
         classes = classes * (1 << 32) + ids[places]
         position += 1
 
 
-def _of_shared(values: Array, classes: Array) -> tuple[Array, Array]:
-    """Those of ``values`` whose class others have too, and the classes numbered from 0."""
+def _where_shared(values: Array, classes: Array) -> tuple[Array, Array]:
+    """The ``values`` whose class occurs more than once, and their classes, numbered from 0."""
     _, numbers, counts = np.unique(classes, return_inverse=True, return_counts=True)
     is_shared = counts[numbers] > 1
     return values[is_shared], numbers[is_shared]

@@ -17,9 +17,10 @@ class TokenRow:
     step: int
     facts: Mapping[str, Any]
     cells: Mapping[str, Any]
-    """Its values of the fields of rows."""
+    """Values of the fields of rows, by name."""
     tokens: Mapping[str, Array]
-    """Its values of the fields of tokens, and ``age`` where versions are known: versions since its own."""
+    """Values of the fields of tokens by name; where versions are known also ``age``, versions since the
+    sampling weights."""
     prompt: Array | None
     squares: float
     """Sum of its squared log-ratios; infinite where one is not finite, NaN where the trainer's log-probs are
@@ -43,7 +44,7 @@ class WorstToken:
 
 @dataclass(frozen=True)
 class TokenData:
-    """Everything that a report shows of single tokens."""
+    """What a report shows of single tokens."""
 
     steps: Sequence[int]
     """Steps with a record."""
@@ -57,10 +58,10 @@ class TokenData:
     pieces: Mapping[int, str]
     """Text by token id."""
     metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    """By step what the records tell of it, by the catalogue's names."""
+    """Metrics by step, then by the catalogue's name."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Of the newest record."""
     invariants: Mapping[int, Invariants] = field(default_factory=dict)
     """By step."""
     bend: Bend | None = None
-    """How much the gap bends over log-probs; None where the records do not tell."""
+    """Bend of the gap over log-probs; None where the records do not tell it."""

@@ -4,7 +4,9 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from verl_rc.data.token_record import (
     TokenRecord,
     required_facts,
 )
-from verl_rc.data.token_rows import Row, parse_line, record_of_rows, records_by_step, whole_rows
+from verl_rc.data.token_rows import Row, parse_line, record_of_rows, records_by_step
 from verl_rc.insight.run_folder.lines import first_few
 
 OWN_TRAINER = "verl_rc"
@@ -46,6 +48,12 @@ class TokenSource:
     pieces: Path | None = None
     """The file with the text of every token id."""
 
+    @classmethod
+    def from_records(cls, trainer: str, records: Iterable[TokenRecord], notes: list[str]) -> "TokenSource":
+        """Of records that are already read, steps ascending."""
+        by_step = {record.step: record for record in records}
+        return cls(trainer, list(by_step), by_step.__getitem__, notes)
+
     def records(self, first_step: int = 0, last_step: int = 1 << 62) -> Iterator[TokenRecord]:
         """The readable records, steps ascending; the notes name the others."""
         damaged, lacking = [], Counter[str]()
@@ -74,8 +82,8 @@ class Layout:
     """Where token files lie below a folder."""
     number: str
     """Regular expression for the path of a token file, with the file's step as its group."""
-    rows: Callable[[int, Path, "LineReader"], Iterable[Row]]
-    """Rows of one file of a step."""
+    rows: Callable[[int, Path, list[str]], Iterable[Row]]
+    """Rows of one file of a step; the list takes notes."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What holds for every run of it."""
     lacks: Sequence[str] = ()
@@ -96,50 +104,52 @@ class Layout:
         if not files:
             return None
         notes = [f"Token files of {self.trainer} at {len(files):,} steps.", *self.lacks]
-        sample = sampled(files, notes)
-        reader = LineReader(notes)
+        files = files_to_read(files, notes)
         facts = {"trainer": self.trainer, **self.facts}
         if self.holds_many_steps:
-            shards = (file for paths in sample.values() for file in paths)
-            rows = (row for file in shards for row in self.rows(0, file, reader))
-            records = {record.step: record for record in records_by_step(facts, rows)}
-            return TokenSource(self.trainer, list(records), records.__getitem__, notes)
+            shards = (file for paths in files.values() for file in paths)
+            rows = (row for file in shards for row in self.rows(0, file, notes))
+            return TokenSource.from_records(self.trainer, records_by_step(facts, rows), notes)
 
         def read(step: int) -> TokenRecord:
-            try:
-                rows = [row for file in sample[step] for row in self.rows(step, file, reader)]
-            except DamagedRecordError:
-                raise
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
-                reason = f"{type(error).__name__} {' '.join(str(error).split())}"[:160]
-                raise DamagedRecordError(f"its fields are not those of {self.trainer}: {reason}") from error
+            errors = (LookupError, TypeError, ValueError, AttributeError)
+            with refused_as(f"its fields are not those of {self.trainer}", *errors):
+                rows = [row for file in files[step] for row in self.rows(step, file, notes)]
             identified = {row[self.identity]: row for row in rows if row.get(self.identity) is not None}
-            others = [row for row in rows if row.get(self.identity) is None]
-            return record_of_rows(facts, step, [*identified.values(), *others])
+            unidentified = [row for row in rows if row.get(self.identity) is None]
+            return record_of_rows(facts, step, [*identified.values(), *unidentified])
 
-        return TokenSource(self.trainer, list(sample), read, notes)
+        return TokenSource(self.trainer, list(files), read, notes)
 
 
-@dataclass(frozen=True)
-class LineReader:
-    """Reads JSON lines; says what it left out."""
+@contextmanager
+def refused_as(sentence: str, *errors: type[Exception]) -> Iterator[None]:
+    """Raise ``DamagedRecordError`` with ``sentence`` where one of ``errors`` is raised inside."""
+    try:
+        yield
+    except DamagedRecordError:
+        raise
+    except errors as error:
+        reason = f"{type(error).__name__} {' '.join(str(error).split())}"[:160]
+        raise DamagedRecordError(f"{sentence}: {reason}") from error
 
-    notes: list[str]
 
-    def __call__(self, path: Path) -> Iterator[dict[str, Any]]:
-        """The objects of a file; of one that is too long, every so many lines."""
-        every = math.ceil(path.stat().st_size / MOST_BYTES)
-        if every > 1:
-            self._note(f"{path.name} has {_size(path.stat().st_size)}: every {every}th line was read.")
-        damaged: list[str] = []
-        with path.open(encoding="utf-8", errors="replace") as file:
-            yield from whole_rows((line for n, line in enumerate(file) if n % every == 0), damaged)
-        for sentence in damaged:
-            self._note(f"{path.name}: {sentence}.")
-
-    def _note(self, sentence: str) -> None:
-        if sentence not in self.notes:
-            self.notes.append(sentence)
+def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines; of a file that is too long, every so many lines. Each note is
+    added once."""
+    size, broken = path.stat().st_size, 0
+    stride = math.ceil(size / MOST_BYTES)
+    sentences = [f"{path.name} has {_size(size)}: every {stride}th line was read."] * (stride > 1)
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in islice(file, 0, None, max(stride, 1)):
+            row = parse_line(line)
+            if row is not None:
+                yield row
+            elif line.strip():
+                broken += 1
+    if broken:
+        sentences.append(f"{path.name}: {broken} line(s) are half written or no rows, and left out.")
+    notes.extend(sentence for sentence in sentences if sentence not in notes)
 
 
 def _files_by_step(paths: Iterable[Path], number: str) -> Files:
@@ -154,25 +164,23 @@ def _files_by_step(paths: Iterable[Path], number: str) -> Files:
 def _rank_notes(files: Files) -> list[str]:
     """Which steps lack the file of a rank; where files are not of ranks, none."""
     ranks = {step: {path.name.partition(".rank_")[2] for path in paths} for step, paths in files.items()}
-    every = set[str]().union(*ranks.values())
-    lacking = [str(step) for step, there in ranks.items() if there != every]
+    all_ranks = set[str]().union(*ranks.values())
+    lacking = [str(step) for step, ranks_of_step in ranks.items() if ranks_of_step != all_ranks]
     if not lacking:
         return []
     steps = first_few(lacking, _MOST_NAMED)
     return [f"{len(lacking)} step(s) lack the token file of a rank that other steps have: {steps}."]
 
 
-def sampled(files: Files, notes: list[str]) -> Files:
+def files_to_read(files: Files, notes: list[str]) -> Files:
     """Every so many steps where all files together are too large, the first and the last among them."""
-    total = sum(path.stat().st_size for paths in files.values() for path in paths)
-    every = math.ceil(total / MOST_BYTES)
-    if every <= 1 or len(files) < 2:
+    size = sum(path.stat().st_size for paths in files.values() for path in paths)
+    stride = math.ceil(size / MOST_BYTES)
+    if stride <= 1 or len(files) < 2:
         return files
     steps = list(files)
-    selection = [*steps[:-1:every], steps[-1]]
-    notes.append(
-        f"The token files have {_size(total)}: {len(selection):,} of {len(steps):,} steps were read."
-    )
+    selection = [*steps[:-1:stride], steps[-1]]
+    notes.append(f"The token files have {_size(size)}: {len(selection):,} of {len(steps):,} steps were read.")
     return {step: files[step] for step in selection}
 
 
@@ -197,29 +205,28 @@ def own_source(path: Path) -> TokenSource | None:
     if not files:
         return None
     notes = _rank_notes(files)
-    sample, reader = sampled(files, notes), LineReader(notes)
-    first = next(iter(sample.values()))[0]
-    trainer = str((_facts_or_none(first) or {}).get("trainer", UNKNOWN_TRAINER))
+    files = files_to_read(files, notes)
+    first_file = next(iter(files.values()))[0]
+    trainer = str((_facts_or_none(first_file) or {}).get("trainer", UNKNOWN_TRAINER))
 
     def read(step: int) -> TokenRecord:
-        if sample[step][0].suffix == ".parquet":
-            return _parquet(sample[step][0])
-        lines = [line for file in sample[step] for line in reader(file)]
-        shared = required_facts(next((line for line in lines if VERSION_FACT in line), None))
-        return record_of_rows(shared, step, [line for line in lines if VERSION_FACT not in line])
+        if files[step][0].suffix == ".parquet":
+            return _parquet(files[step][0])
+        lines = [line for file in files[step] for line in read_lines(file, notes)]
+        facts = required_facts(next((line for line in lines if VERSION_FACT in line), None))
+        return record_of_rows(facts, step, [line for line in lines if VERSION_FACT not in line])
 
-    return TokenSource(trainer, list(sample), read, notes, path / FOLDER / PIECES)
+    return TokenSource(trainer, list(files), read, notes, path / FOLDER / PIECES)
 
 
 def _single_file(path: Path) -> TokenSource:
+    notes: list[str] = []
     if path.suffix == ".parquet":
         record = _parquet(path)
-        return TokenSource(str(record.facts.get("trainer", "")), [record.step], lambda step: record)
-    notes: list[str] = []
-    lines = LineReader(notes)(path)
+        return TokenSource.from_records(str(record.facts.get("trainer", "")), [record], notes)
+    lines = read_lines(path, notes)
     facts = required_facts(next(lines, None))
-    records = {record.step: record for record in records_by_step(facts, lines)}
-    return TokenSource(str(facts.get("trainer", "")), list(records), records.__getitem__, notes)
+    return TokenSource.from_records(str(facts.get("trainer", "")), records_by_step(facts, lines), notes)
 
 
 def _facts_or_none(path: Path) -> dict[str, Any] | None:

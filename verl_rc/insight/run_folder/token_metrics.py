@@ -17,7 +17,7 @@ from verl_rc.metrics.signatures import signature_metrics
 def metrics_of(record: TokenRecord) -> dict[str, float]:
     """Means over the sampled tokens of random rows, and their signatures, by the catalogue's names."""
     random_rows = record.rows["chosen_by"] == "random"
-    counted = record.tokens["response_mask"] & np.repeat(random_rows, record.lengths)
+    counted = record.tokens["response_mask"] & random_rows[record.row_numbers]
     if not counted.any():
         return {}
     metrics = {
@@ -32,19 +32,19 @@ def metrics_of(record: TokenRecord) -> dict[str, float]:
     tokens = ComparedTokens.from_record(record)
     if tokens is None:
         return metrics
-    logs = tokens.logs[tokens.valid]
-    clamped = np.clip(logs, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    log_ratios = tokens.log_ratios[tokens.is_compared]
+    clamped = np.clip(log_ratios, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     excess = np.expm1(clamped)
     signatures = signature_metrics(signature_sums(tokens), log_ratio_counts(tokens))
     signatures |= noise_interval(tokens) | prefix_metrics(tokens) | _age_metrics(tokens, excess - clamped)
     return metrics | {
-        "rollout_corr/nonfinite_token_fraction": 1.0 - len(logs) / float(counted.sum()),
-        "rollout_corr/safety_clamped_fraction": float((logs != clamped).mean()),
+        "rollout_corr/nonfinite_token_fraction": 1.0 - len(log_ratios) / float(counted.sum()),
+        "rollout_corr/safety_clamped_fraction": float((log_ratios != clamped).mean()),
         "rollout_corr/kl": float(-clamped.mean()),
         "rollout_corr/k3_kl": float((excess - clamped).mean()),
         "rollout_corr/chi2_token": float((excess * (excess + 2.0)).mean()),
-        "sync/rollout_gap_mean": float(np.abs(logs).mean()),
-        "sync/rollout_gap_max": float(np.abs(logs).max()),
+        "sync/rollout_gap_mean": float(np.abs(log_ratios).mean()),
+        "sync/rollout_gap_max": float(np.abs(log_ratios).max()),
         **{f"rollout_corr/{name}": value for name, value in signatures.items()},
     }
 
@@ -54,6 +54,6 @@ def _age_metrics(tokens: ComparedTokens, k3: Array) -> dict[str, float]:
     ages_of_all = tokens.record.ages()
     if ages_of_all is None:
         return {}
-    ages = ages_of_all[tokens.valid]
+    ages = ages_of_all[tokens.is_compared]
     gaps = {int(age): float(k3[ages == age].mean()) for age in np.unique(ages)}
     return {f"age_{age}_k3_kl": gap for age, gap in gaps.items()} | {"token_age_mean": float(ages.mean())}

@@ -71,8 +71,7 @@ def _squares(record: TokenRecord) -> Array:
     if logs is None:
         return np.full(count, math.nan)
     squares = np.where(record.tokens["response_mask"], np.square(logs), 0.0)
-    row_numbers = np.repeat(np.arange(count), record.lengths)
-    return np.bincount(row_numbers, np.where(np.isfinite(squares), squares, np.inf), count).astype("float64")
+    return np.bincount(record.row_numbers, np.where(np.isfinite(squares), squares, np.inf), count)
 
 
 def _worst_of(record: TokenRecord) -> list[WorstToken]:
@@ -81,8 +80,8 @@ def _worst_of(record: TokenRecord) -> list[WorstToken]:
         return []
     size = np.where(record.tokens["response_mask"], np.nan_to_num(np.abs(logs), nan=np.inf), -1.0)
     largest = np.argsort(-size, kind="stable")[:WORST_TOKENS]
-    row_numbers = np.repeat(np.arange(len(record.lengths)), record.lengths)
-    ids, starts = record.tokens.get("response_ids"), record.starts
+    row_numbers, starts = record.row_numbers, record.starts
+    ids = record.tokens.get("response_ids")
     return [
         WorstToken(
             record.step,

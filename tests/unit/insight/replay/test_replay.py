@@ -35,7 +35,7 @@ from verl_rc.health.cause_table import (
 from verl_rc.insight.diagnosis import DiagnosisRequest, diagnose
 from verl_rc.insight.replay import diagnosis
 from verl_rc.insight.replay.diagnosis import diagnose_with_replays
-from verl_rc.insight.replay.operations import Parting
+from verl_rc.insight.replay.operations import Divergence
 from verl_rc.insight.replay.rows import NothingToReplayError, RecordedRows
 from verl_rc.insight.run_folder import read_run
 from verl_rc.insight.verdict import judge
@@ -282,19 +282,19 @@ def test_engines_that_are_given_tokens_need_temperature_1(kept: dict[str, Path])
 @pytest.mark.parametrize(
     ("found", "causes", "note"),
     [
-        (Parting("embed", "model.norm", 0.2, 0.003), [OTHER_OPERATION.name], ""),
-        (Parting("embed"), [], "than rounding makes; the first that differs at all is embed"),
-        (Parting(), [], "than rounding makes; all are equal"),
+        (Divergence("embed", "model.norm", 0.2, 0.003), [OTHER_OPERATION.name], ""),
+        (Divergence("embed"), [], "than rounding makes; the first that differs at all is embed"),
+        (Divergence(), [], "than rounding makes; all are equal"),
     ],
 )
 def test_an_engine_that_only_rounds_is_a_note_and_another_operation_a_fault(
-    found: Parting,
+    found: Divergence,
     causes: list[str],
     note: str,
     kept: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(diagnosis, "find_parting", lambda config, folder, prompts: found)
+    monkeypatch.setattr(diagnosis, "find_divergence", lambda config, folder, prompts: found)
     train = log_probs(kept["later"], PROMPTS)
     said = diagnose_with_replays(DiagnosisRequest(run_with(kept, train, noisy(train)), ("R8",)))
     assert [one.cause for one in said.statements if one.level == "fault"] == causes

@@ -64,14 +64,16 @@ def test_squares_of_logits_bend() -> None:
 def test_the_share_is_that_of_least_squares() -> None:
     """What the last of three regressors explains beside the others, by numpy's own fit."""
     tokens = tokens_of(rows_of(Planted(narrowed=capped), 1, 1))
-    u, v = tokens.train + tokens.finite("entropy"), tokens.finite("varentropy")
+    u, v = tokens.old_log_probs + tokens.finite("entropy"), tokens.finite("varentropy")
     regressors = np.stack([u, v, u**2 - v], 1)
-    left = [float(np.linalg.lstsq(regressors[:, :count], tokens.logs, rcond=None)[1][0]) for count in (2, 3)]
+    left = [
+        float(np.linalg.lstsq(regressors[:, :count], tokens.log_ratios, rcond=None)[1][0]) for count in (2, 3)
+    ]
     sums = BendSums()
     sums.add(tokens)
     bend = sums.bend()
     assert bend is not None
-    assert bend.share == pytest.approx((left[0] - left[1]) / float(tokens.logs @ tokens.logs))
+    assert bend.share == pytest.approx((left[0] - left[1]) / float(tokens.log_ratios @ tokens.log_ratios))
 
 
 def test_records_that_do_not_tell() -> None:

@@ -62,7 +62,7 @@ def test_the_file_logger(tmp_path):
     assert list(run.get("critic/score/mean").values) == [0.5]
     assert math.isnan(run.series["actor/grad_norm"].values[0])
     assert any("begins at step 7" in note for note in run.notes)
-    assert any("1 line(s) are half written" in note for note in run.notes)
+    assert any("the last line is half written" in note for note in run.notes)
     assert any("verl-rc migrate" in note for note in run.notes)
 
 
@@ -115,7 +115,8 @@ def test_rows_of_a_dump_without_a_score_are_left_out_and_counted(tmp_path):
     run = read_run(tmp_path)
     assert run.get("critic/score/mean").by_step() == {1: 1.0}
     assert [sample.cells["output"] for sample in run.samples] == ["a"]
-    assert any("4 line(s) are half written, or have no output or score" in note for note in run.notes)
+    assert any("3 line(s) of dumps have no output or score" in note for note in run.notes)
+    assert any("1 line(s) are half written" in note for note in run.notes)
 
 
 def test_of_too_many_samples_the_first_and_the_newest_are_kept(tmp_path):

@@ -16,7 +16,8 @@ def record(step, values):
         counts[
             next(i for i in range(len(counts)) if HISTOGRAM_EDGES[i] <= value < HISTOGRAM_EDGES[i + 1])
         ] += 1
-    return step, {"step": step, "name": LOG_RATIO, "edges": list(HISTOGRAM_EDGES), "counts": counts}
+    bins = [[index, count] for index, count in enumerate(counts) if count]
+    return step, {"step": step, "name": LOG_RATIO, "edges": list(HISTOGRAM_EDGES), "bins": bins}
 
 
 def row_of(value):
@@ -37,7 +38,7 @@ def test_counts_lie_in_the_rows_of_their_values():
     assert len(EDGES) == 96
 
 
-@pytest.mark.parametrize("steps", [1, MOST_COLUMNS, MOST_COLUMNS + 1, 1000, 3217])
+@pytest.mark.parametrize("steps", [1, MOST_COLUMNS, MOST_COLUMNS + 1, 2 * MOST_COLUMNS + 1])
 def test_any_number_of_steps_fits_and_loses_no_count(steps):
     heat = read_heat_map((record(step, [0.5] * (1 + step % 3)) for step in range(1, steps + 1)), [])
     assert heat is not None
@@ -47,19 +48,27 @@ def test_any_number_of_steps_fits_and_loses_no_count(steps):
     assert math.fsum(map(math.fsum, heat.counts)) == sum(1 + step % 3 for step in range(1, steps + 1))
 
 
-def test_pairs_of_bin_and_count_with_edges_once():
-    _, dense = record(1, [0.5, -0.1])
-    pairs = [[index, count] for index, count in enumerate(dense["counts"]) if count]
-    sparse = [
-        (1, {"step": 1, "name": LOG_RATIO, "edges": dense["edges"], "bins": pairs}),
-        (2, {"step": 2, "name": LOG_RATIO, "bins": pairs}),
-    ]
-    heat, expected = read_heat_map(sparse, []), read_heat_map([(1, dense), (2, {**dense, "step": 2})], [])
-    assert heat == expected
+def test_edges_hold_until_others_are_written():
+    step, first = record(1, [0.5, -0.1])
+    further = {"step": 2, "name": LOG_RATIO, "bins": first["bins"]}
+    heat, expected = (
+        read_heat_map([(step, first), (2, further)], []),
+        read_heat_map([record(1, [0.5, -0.1])], []),
+    )
+    assert heat.counts == [expected.counts[0]] * 2
+
+
+@pytest.mark.parametrize("steps", [10, 3 * MOST_COLUMNS])
+def test_steps_of_an_earlier_life_do_not_count(steps):
+    """The later life begins inside a column of several steps, and ends a step earlier."""
+    lives = [record(step, [0.5] * 3) for step in range(1, steps + 1)]
+    lives += [record(step, [-0.5]) for step in range(steps - 2, steps)]
+    heat = read_heat_map(lives, [])
+    assert math.fsum(map(math.fsum, heat.counts)) == 3 * (steps - 3) + 2
+    assert sum(column[row_of(-0.5)] for column in heat.counts) == 2
 
 
 DAMAGED = [
-    {"counts": [1.0]},
     {"edges": "x"},
     *({"bins": bins} for bins in ([[99999, 1.0]], [[0, -1.0]], [[-1, 1.0]], 3, [3])),
 ]
@@ -76,5 +85,5 @@ def test_damaged_histograms_are_left_out_and_said(damaged):
 
 
 def test_other_histograms_and_none():
-    assert read_heat_map([(1, {"step": 1, "name": "other", "edges": [0, 1], "counts": [1]})], []) is None
+    assert read_heat_map([(1, {"step": 1, "name": "other", "edges": [0, 1], "bins": [[0, 1]]})], []) is None
     assert read_heat_map([], []) is None

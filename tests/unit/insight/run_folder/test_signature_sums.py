@@ -113,8 +113,8 @@ def test_rows_that_were_not_drawn_at_random_do_not_count() -> None:
     worst = record.rows | {"chosen_by": np.array(["worst"] + ["random"] * 11, dtype=object)}
     tokens = ComparedTokens.from_record(TokenRecord(record.facts, worst, record.lengths, record.tokens))
     assert tokens is not None
-    assert not tokens.valid[record.of_row(0)].any()
-    assert tokens.valid[record.of_row(1)].any()
+    assert not tokens.is_compared[record.of_row(0)].any()
+    assert tokens.is_compared[record.of_row(1)].any()
 
 
 def test_the_interval_of_logit_noise_holds_what_it_is_and_entropies_narrow_it() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl_rc.data.token_record import DamagedRecordError
 from verl_rc.data.token_rows import Row
-from verl_rc.insight.run_folder.token_files import Layout, LineReader
+from verl_rc.insight.run_folder.token_files import Layout
 from verl_rc.insight.run_folder.trainers.slime import row_of
 from verl_rc.insight.run_folder.trainers.tensors import load_tensors
 
@@ -16,7 +16,7 @@ _NUMBER = "sample_indices"
 _NEEDED = ("tokens", "response_lengths", "loss_masks", "rollout_log_probs")
 
 
-def _rows(step: int, path: Path, _: LineReader) -> Iterator[Row]:
+def _rows(step: int, path: Path, _: list[str]) -> Iterator[Row]:
     dump = load_tensors(path)
     columns = dump.get("rollout_data") if isinstance(dump, dict) else None
     if not isinstance(columns, dict) or any(name not in columns for name in _NEEDED):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_rc.data.token_rows import Row
-from verl_rc.insight.run_folder.token_files import Layout, LineReader
+from verl_rc.insight.run_folder.token_files import Layout, read_lines
 from verl_rc.insight.run_folder.trainers.sequences import behind_the_prompt
 
 FIELDS = {
@@ -20,10 +20,10 @@ FIELDS = {
 right."""
 
 
-def _rows(step: int, path: Path, lines: LineReader) -> Iterator[Row]:
-    for line in lines(path):
-        values = {ours: _of_batch(line.get(theirs)) for ours, theirs in FIELDS.items()}
-        length = _of_batch(line.get("input_lengths"))
+def _rows(step: int, path: Path, notes: list[str]) -> Iterator[Row]:
+    for line in read_lines(path, notes):
+        values = {ours: _unbatched(line.get(theirs)) for ours, theirs in FIELDS.items()}
+        length = _unbatched(line.get("input_lengths"))
         if isinstance(length, int):
             values = {
                 name: value[:length] if isinstance(value, list) else value for name, value in values.items()
@@ -31,12 +31,12 @@ def _rows(step: int, path: Path, lines: LineReader) -> Iterator[Row]:
         row = behind_the_prompt(values)
         if row is not None:
             # With dynamic sampling ``rewards`` is of the batch before the filter.
-            score = _of_batch(line.get("filtered_rewards", line.get("rewards")))
+            score = _unbatched(line.get("filtered_rewards", line.get("rewards")))
             yield {**row, "step": step, "score": score if isinstance(score, int | float) else None}
 
 
-def _of_batch(value: Any) -> Any:
-    """The only one of a batch of one."""
+def _unbatched(value: Any) -> Any:
+    """The element of a batch of one; any other value as it is."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 

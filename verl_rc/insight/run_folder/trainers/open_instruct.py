@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl_rc.data.token_rows import Row
-from verl_rc.insight.run_folder.token_files import Layout, LineReader
+from verl_rc.insight.run_folder.token_files import Layout, read_lines
 
 FIELDS = {"response_ids": "response_tokens", "rollout_log_prob": "logprobs"}
 """Their names of the fields of tokens, which cover the response alone."""
@@ -13,14 +13,15 @@ _NOT_COMPUTED = 1.0
 """The value of a log-prob that the engine did not return."""
 
 
-def _rows(_: int, path: Path, lines: LineReader) -> Iterator[Row]:
-    for line in lines(path):
+def _rows(_: int, path: Path, notes: list[str]) -> Iterator[Row]:
+    for line in read_lines(path, notes):
         row = {ours: line.get(theirs) for ours, theirs in FIELDS.items()}
         log_probs = row["rollout_log_prob"]
         if isinstance(log_probs, list):
             computed = [value is not None and value != _NOT_COMPUTED for value in log_probs]
             row["rollout_log_prob"] = [
-                value if known else math.nan for value, known in zip(log_probs, computed, strict=True)
+                value if is_computed else math.nan
+                for value, is_computed in zip(log_probs, computed, strict=True)
             ]
             row["response_mask"] = computed
         yield {

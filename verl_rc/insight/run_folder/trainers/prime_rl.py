@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 from verl_rc.data.token_rows import Row, parse_line
-from verl_rc.insight.run_folder.token_files import Layout, LineReader
+from verl_rc.insight.run_folder.token_files import Layout, read_lines
 from verl_rc.insight.run_folder.trainers.sequences import behind_the_prompt
 
 FIELDS = {
@@ -30,26 +30,26 @@ NAMES = {
 
 METRICS = "metrics.jsonl"
 """On by default; several lines a step. A run of verl_rc has a file of this name, too."""
-_THEIRS = ("mismatch_kl/", "entropy/all/", "optim/", "progress/")
+_PREFIXES = ("mismatch_kl/", "entropy/all/", "optim/", "progress/")
 _LOOKED_AT = 64
-"""Lines of which one must have a name of theirs."""
+"""First lines, of which one must have a metric with such a prefix."""
 
 
-def _rows(step: int, path: Path, lines: LineReader) -> Iterator[Row]:
-    for line in lines(path):
+def _rows(step: int, path: Path, notes: list[str]) -> Iterator[Row]:
+    for line in read_lines(path, notes):
         row = behind_the_prompt({ours: line.get(theirs) for ours, theirs in FIELDS.items()})
         if row is not None:
             yield {**row, "step": step, "source": line.get("env_name")}
 
 
 def has_metrics(path: Path) -> bool:
-    """Whether ``metrics.jsonl`` of a folder is theirs."""
+    """Whether prime-rl wrote the ``metrics.jsonl`` of a folder."""
     file = path / METRICS
     if not file.is_file():
         return False
     with file.open(encoding="utf-8", errors="replace") as lines:
         names = {name for line in islice(lines, _LOOKED_AT) for name in parse_line(line) or ()}
-    return any(name.startswith(_THEIRS) for name in names)
+    return any(name.startswith(_PREFIXES) for name in names)
 
 
 LAYOUT = Layout(

@@ -11,7 +11,7 @@ import numpy as np
 
 from verl_rc.data.token_record import Array, DamagedRecordError
 from verl_rc.data.token_rows import Row
-from verl_rc.insight.run_folder.token_files import Layout, LineReader
+from verl_rc.insight.run_folder.token_files import Layout
 from verl_rc.insight.run_folder.trainers.tensors import load_mapping, load_tensors
 
 FIELDS = {
@@ -26,7 +26,7 @@ _NEEDED = ("sequences", "attention_mask", "response_mask", "loss_mask", "rollout
 _PACKAGES = ("skyrl", "skyrl_train")
 
 
-def _rows(step: int, path: Path, _: LineReader) -> Iterator[Row]:
+def _rows(step: int, path: Path, _: list[str]) -> Iterator[Row]:
     state = load_mapping(path, _PACKAGES).state
     if not isinstance(state, dict) or not isinstance(state.get("batch_dict"), dict):
         raise DamagedRecordError("its batch must have been pickled with its state")

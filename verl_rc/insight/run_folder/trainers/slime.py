@@ -6,7 +6,7 @@ from typing import Any
 
 from verl_rc.data.token_record import DamagedRecordError
 from verl_rc.data.token_rows import Row
-from verl_rc.insight.run_folder.token_files import Layout, LineReader
+from verl_rc.insight.run_folder.token_files import Layout
 from verl_rc.insight.run_folder.trainers.tensors import load_tensors
 
 FIELDS = {
@@ -21,17 +21,17 @@ FIELDS = {
 _FORMAT = 2
 
 
-def _rows(step: int, path: Path, _: LineReader) -> Iterator[Row]:
+def _rows(step: int, path: Path, _: list[str]) -> Iterator[Row]:
     dump = load_tensors(path)
     if not isinstance(dump, dict) or dump.get("format_version") != _FORMAT:
         version = dump.get("format_version") if isinstance(dump, dict) else None
         raise DamagedRecordError(f"its format_version must be {_FORMAT}, got {version}")
-    sampled, scores = _sampled(path.parent.parent / "rollout_data" / path.name), dump.get("raw_reward")
+    rollouts, scores = _rollouts(path.parent.parent / "rollout_data" / path.name), dump.get("raw_reward")
     for sample in dump["samples"]:
         row, place = row_of(sample), sample.get("rollout_position")
-        if isinstance(place, int) and place < len(sampled):
-            versions = sampled[place].get("weight_versions") or [None]
-            row |= {"group": sampled[place].get("group_index"), "version": _number(versions[-1])}
+        if isinstance(place, int) and place < len(rollouts):
+            versions = rollouts[place].get("weight_versions") or [None]
+            row |= {"group": rollouts[place].get("group_index"), "version": _number(versions[-1])}
         if isinstance(place, int) and isinstance(scores, list) and place < len(scores):
             row["score"] = scores[place]
         yield {**row, "step": step}
@@ -49,8 +49,8 @@ def row_of(sample: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _sampled(path: Path) -> list[Mapping[str, Any]]:
-    """Samples of the rollout dump beside it, which alone knows groups and versions; empty without one."""
+def _rollouts(path: Path) -> list[Mapping[str, Any]]:
+    """Samples of the rollout dump, which alone knows groups and versions; empty without the file."""
     if not path.is_file():
         return []
     dump = load_tensors(path)

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from verl_rc.data.token_record import Array, DamagedRecordError
+from verl_rc.insight.run_folder.token_files import refused_as
 
 _DTYPES = {
     "FloatStorage": "<f4",
@@ -28,6 +29,7 @@ _DTYPES = {
     "ByteStorage": "<u1",
     "BoolStorage": "?",
 }
+"""numpy's dtypes of torch's types of storage, by their names."""
 
 
 class Opaque:
@@ -49,14 +51,6 @@ class Mapped(dict[Any, Any]):
         self.state = state
 
 
-class _Storage:
-    """The name of a type of storage."""
-
-    def __init__(self, name: str) -> None:
-        self.dtype = _DTYPES[name]
-        self.is_bfloat16 = name == "BFloat16Storage"
-
-
 class ArrayUnpickler(pickle.Unpickler):
     """Loads mappings, lists, numbers, text and tensors. Classes of the packages ``mappings`` become
     ``Mapped``."""
@@ -68,14 +62,15 @@ class ArrayUnpickler(pickle.Unpickler):
         self._archive, self._mappings = archive, mappings
 
     def find_class(self, module: str, name: str) -> Any:
-        """The object behind a name; raises ``DamagedRecordError`` for one that is no array."""
+        """The object behind a name; a type of storage stays a name. Raises ``DamagedRecordError`` for a name
+        that is no part of an array."""
         package = module.partition(".")[0]
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return _tensor
         if module == "torch" and name in _DTYPES:
-            return _Storage(name)
+            return name
         if (module, name) in {
             ("torch.storage", "_load_from_bytes"),
             ("torch", "device"),
@@ -87,14 +82,13 @@ class ArrayUnpickler(pickle.Unpickler):
 
     def persistent_load(self, identity: Any) -> Any:
         """The numbers of a storage, from the archive."""
-        kind, storage, key, *_ = identity
-        if kind != "storage" or self._archive is None or not isinstance(storage, _Storage):
+        kind, storage_type, key, *_ = identity
+        if kind != "storage" or self._archive is None or storage_type not in _DTYPES:
             raise DamagedRecordError("it refers to something that is no storage of a tensor")
         (name,) = [member for member in self._archive.namelist() if member.endswith(f"/data/{key}")]
-        numbers = np.frombuffer(self._archive.read(name), storage.dtype)
-        if storage.is_bfloat16:
-            return (numbers.astype("<u4") << 16).view("<f4")
-        return numbers
+        numbers = np.frombuffer(self._archive.read(name), _DTYPES[storage_type])
+        is_bfloat16 = storage_type == "BFloat16Storage"
+        return (numbers.astype("<u4") << 16).view("<f4") if is_bfloat16 else numbers
 
 
 def _tensor(storage: Any, offset: int, size: tuple[int, ...], strides: tuple[int, ...], *_: Any) -> Any:
@@ -113,26 +107,17 @@ def _tensor(storage: Any, offset: int, size: tuple[int, ...], strides: tuple[int
 
 def load_tensors(file: Path | bytes) -> Any:
     """What ``torch.save`` wrote. Raises ``DamagedRecordError`` for a file that is none, or names more."""
-    try:
-        with zipfile.ZipFile(io.BytesIO(file) if isinstance(file, bytes) else file) as archive:
-            (pickled,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-            return ArrayUnpickler(io.BytesIO(archive.read(pickled)), archive).load()
-    except DamagedRecordError:
-        raise
-    except _UNREADABLE as error:
-        raise DamagedRecordError(f"it is no file of torch.save: {_words(error)}") from error
+    source = io.BytesIO(file) if isinstance(file, bytes) else file
+    with refused_as("it is no file of torch.save", *_UNREADABLE), zipfile.ZipFile(source) as archive:
+        (pickled,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        return ArrayUnpickler(io.BytesIO(archive.read(pickled)), archive).load()
 
 
 def load_mapping(path: Path, modules: tuple[str, ...]) -> Mapped:
     """A pickle of a mapping of another trainer, whose classes are in the packages ``modules``. Raises as
     ``load_tensors`` does."""
-    try:
-        with path.open("rb") as file:
-            mapping = ArrayUnpickler(file, None, modules).load()
-    except DamagedRecordError:
-        raise
-    except _UNREADABLE as error:
-        raise DamagedRecordError(f"it is no pickle: {_words(error)}") from error
+    with refused_as("it is no pickle", *_UNREADABLE), path.open("rb") as file:
+        mapping = ArrayUnpickler(file, None, modules).load()
     if not isinstance(mapping, Mapped):
         raise DamagedRecordError(f"it must hold a batch of {' or '.join(modules)}")
     return mapping
@@ -153,7 +138,3 @@ _UNREADABLE = (
     ImportError,
     RecursionError,
 )
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__} {' '.join(str(error).split())}"[:160]

@@ -39,9 +39,9 @@ def logged_steps(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
     except (ValueError, LookupError, TypeError, RecursionError):
         return
     for line in history if isinstance(history, list) else ():
-        step = as_step(line.get("step")) if isinstance(line, dict) else None
+        step = as_step(line.pop("step", None)) if isinstance(line, dict) else None
         if step is not None:
-            yield step, dict(numbers_of(line))
+            yield step, numbers_of(line)
 
 
 def _step_of(folder: Path) -> int:

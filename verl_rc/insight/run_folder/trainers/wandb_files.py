@@ -13,7 +13,7 @@ from typing import Any
 
 from verl_rc.data.token_rows import parse_line
 from verl_rc.insight.run_folder.event_files import DamagedFileError, fields_of
-from verl_rc.insight.run_folder.lines import as_number, as_step
+from verl_rc.insight.run_folder.lines import as_step, numbers_of
 from verl_rc.insight.run_folder.records import NothingToReadError
 
 OFFLINE, EXPORT = "W&B offline run", "W&B export"
@@ -73,7 +73,7 @@ def _records(path: Path) -> Iterator[bytes]:
         place = _HEADER.size
         parts: list[bytes] = []
         while True:
-            if _BLOCK - place % _BLOCK < _PART.size:  # what is left of a block is padding
+            if _BLOCK - place % _BLOCK < _PART.size:  # the remainder of a block is padding
                 place += len(file.read(_BLOCK - place % _BLOCK))
             head = file.read(_PART.size)
             if len(head) < _PART.size:
@@ -97,10 +97,7 @@ def export_rows(path: Path) -> Rows | None:
         return None
     if path.suffix == ".csv":
         with path.open(encoding="utf-8", errors="replace", newline="") as file:
-            rows: list[Mapping[str, Any]] = [
-                {name: _number(cell) for name, cell in row.items() if name is not None}
-                for row in csv.DictReader(file)
-            ]
+            rows: list[Mapping[str, Any]] = list(csv.DictReader(file))
     else:
         text = path.read_text(encoding="utf-8", errors="replace")
         try:
@@ -119,33 +116,25 @@ def export_rows(path: Path) -> Rows | None:
 
 
 def _names_a_step(path: Path) -> bool:
-    """Whether the beginning names W&B's step: a long log of another kind shall not be read to the end."""
+    """Whether the beginning of a file names W&B's step, so that a long log of another kind is not read."""
     with path.open("rb") as file:
         head = file.read(_LOOKED_AT)
     return _STEP.encode() in head or b"Step" in head
 
 
-def _number(cell: str | None) -> float | None:
-    try:
-        return float(cell or "")
-    except ValueError:
-        return None
-
-
 def _by_step(rows: Iterable[Mapping[str, Any]]) -> Rows:
-    """Step and metrics of each row that has both; where the training step is logged, a row without it belongs
-    to the one before."""
+    """Step and metrics of each row that has both. Where the training step is logged, a row without one
+    belongs to the training step of the row before."""
     training_step = None
     for row in rows:
-        values = {_parts(name)[2]: value for name, value in row.items()}
-        counted = [value for name, value in values.items() if name.rpartition("/")[2] == _TRAINING_STEP]
-        training_step = _first_step(counted, training_step)
-        own = _first_step((values.get(_STEP), values.get("Step")), None)
-        step = own if training_step is None else training_step
-        metrics = {name: as_number(value) for name, value in values.items() if not name.startswith("_")}
-        finite = {name: value for name, value in metrics.items() if value is not None and value == value}
-        if step is not None and finite:
-            yield step, finite
+        numbers = {_parts(name)[2]: number for name, number in numbers_of(row).items() if number == number}
+        steps = [number for name, number in numbers.items() if name.rpartition("/")[2] == _TRAINING_STEP]
+        training_step = _first_step(steps, training_step)
+        calls = _first_step((numbers.get(_STEP), numbers.get("Step")), None)
+        step = calls if training_step is None else training_step
+        metrics = {name: number for name, number in numbers.items() if not name.startswith("_")}
+        if step is not None and metrics:
+            yield step, metrics
 
 
 def _parts(name: object) -> tuple[str, str, str]:
