@@ -50,7 +50,7 @@ def doctor_panel(run: RunData, verdict: Verdict) -> str:
             escaped(statement.cause),
             escaped(statement.confidence or statement.level),
             _evidence(statement.evidence),
-            escaped(statement.where),
+            escaped(statement.step_range),
             escaped(statement.next_test),
         )
         for statement in verdict.statements

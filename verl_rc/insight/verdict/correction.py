@@ -3,7 +3,7 @@ fail."""
 
 import math
 
-from verl_rc.health.statement import Statement, literal, say
+from verl_rc.health.statement import Statement, filled_statement, literal
 from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.verdict.estimates import last_mean, last_part, lasting, mean_of
 from verl_rc.metrics.catalog import describe
@@ -56,7 +56,7 @@ def _low_ess(run: RunData) -> list[Statement]:
             "{length:.0f}"
         )
     return [
-        say(
+        filled_statement(
             "correction",
             "weights waste the batch",
             "fault" if ess.value < LOW_ESS / 2 else "notice",
@@ -96,7 +96,7 @@ def _rejected(run: RunData) -> list[Statement]:
         evidence |= {"kept": kept.value, "dropped": dropped.value}
         template += "; rejected rows score {dropped:.3g}, kept ones {kept:.3g}"
     return [
-        say(
+        filled_statement(
             "correction",
             "much is rejected",
             "notice",
@@ -116,7 +116,7 @@ def _heavy_tail(run: RunData) -> list[Statement]:
     if tail is None or tail.value <= HEAVY_TAIL:
         return []
     return [
-        say(
+        filled_statement(
             "correction",
             "few weights decide",
             "notice",
@@ -144,8 +144,8 @@ def _cost(run: RunData) -> Statement:
     if ess is None:
         if half is None:
             sentence = "The correction cannot be told: neither weights nor rollout_corr/k3_kl were logged"
-            return say("correction", "not measured", "unknown", sentence, {})
-        return say(
+            return filled_statement("correction", "not measured", "unknown", sentence, {})
+        return filled_statement(
             "correction", "measures only", "good", "Nothing is weighted" + reach, evidence, steps=half.steps
         )
     rejected = last_mean(run, _REJECTED)
@@ -158,4 +158,4 @@ def _cost(run: RunData) -> Statement:
     if rejected is not None:
         evidence["rejected"] = rejected.value
         template += ", {rejected:.1%} of the tokens are rejected"
-    return say("correction", "cheap", "good", template + reach, evidence, steps=ess.steps)
+    return filled_statement("correction", "cheap", "good", template + reach, evidence, steps=ess.steps)

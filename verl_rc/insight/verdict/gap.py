@@ -15,9 +15,9 @@ from itertools import pairwise
 from verl_rc.config.async_training import NEEDS_ASYNCHRONY, AsyncTrainingConfig
 from verl_rc.config.models import torch_name
 from verl_rc.health import cause_table as table
-from verl_rc.health.causes import PREFIX, statement_from
+from verl_rc.health.causes import PREFIX, cause_statement
 from verl_rc.health.signature_causes import RAW_LOG_PROBS
-from verl_rc.health.statement import Confidence, Statement, literal, say
+from verl_rc.health.statement import Confidence, Statement, filled_statement, literal
 from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.verdict.estimates import (
     FEWEST_FOR_TREND,
@@ -95,7 +95,7 @@ def _staleness_alone(gap: Series, unit: str) -> Statement:
     """Of a run in exact mode, whose steps have compared every token of the trainer's own weights."""
     last = mean_of(last_part(gap))
     assert last is not None, "a gap that was measured has a last value"
-    return statement_from(
+    return cause_statement(
         table.STALENESS if last.value else table.ROUNDING,
         {"gap": last.value},
         sentence=f"The gap is {{gap:.4f}} {unit}: exact mode leaves no rounding, all of it is staleness",
@@ -114,7 +114,7 @@ def _raw_by_its_facts(run: RunData) -> list[Statement]:
         f"By its records the engine samples at temperature {temperature:g} and reports {literal(mode)}, "
         "those of temperature 1"
     )
-    return [statement_from(RAW_LOG_PROBS, {}, sentence, confidence="named")]
+    return [cause_statement(RAW_LOG_PROBS, {}, sentence, confidence="named")]
 
 
 def _with_limits(statement: Statement, run: RunData) -> Statement:
@@ -133,7 +133,7 @@ def _not_finite(run: RunData) -> list[Statement]:
         touched = {step: value for step, value in series.by_step().items() if value > 0}
         if touched:
             statements.append(
-                statement_from(
+                cause_statement(
                     table.OVERFLOW,
                     {
                         "share": max(touched.values()),
@@ -156,7 +156,7 @@ def _lost_in_rounding(run: RunData) -> list[Statement]:
     if len(survival) < BOUNDS.fewest_survivals or statistics.median(survival.values) >= BOUNDS.survival:
         return []
     return [
-        statement_from(
+        cause_statement(
             table.LOST_IN_ROUNDING,
             {"survival": statistics.median(survival.values), "count": len(survival)},
             confidence="named",
@@ -213,7 +213,7 @@ def _grows_with_age(
     if line.intercept + line.slope * oldest < BOUNDS.above_floor * floor.value:
         return []
     return [
-        statement_from(
+        cause_statement(
             table.STALENESS,
             {
                 "slope": line.slope,
@@ -257,7 +257,7 @@ def _weights_never_arrive(run: RunData) -> list[Statement]:
             and line.slope >= PINNED_SLOPE
         ):
             return [
-                statement_from(
+                cause_statement(
                     table.WEIGHTS_NEVER_ARRIVE,
                     {"first": gap.values[0], "last": last.value, "slope": line.slope, "r": line.r_squared},
                     confidence="named",
@@ -291,7 +291,7 @@ def _one_version_late(run: RunData) -> list[Statement]:
     ):
         return []
     return [
-        statement_from(
+        cause_statement(
             table.ONE_VERSION_LATE,
             {"gap": typical, "first": gap.values[0], "r": line.r_squared, "slope": line.slope},
             confidence="likely",
@@ -322,7 +322,7 @@ def _missed_update(run: RunData) -> list[Statement]:
     if not jumps or len(jumps) > len(noise) * _MOST_JUMPS or usual > BOUNDS.above_floor * first:
         return []
     return [
-        statement_from(
+        cause_statement(
             table.MISSED_UPDATE,
             {
                 "first": first,
@@ -357,7 +357,7 @@ def _drift_within_the_step(run: RunData) -> list[Statement]:
     within = [(size, noise[step]) for step, size in moved.items() if first <= step <= last]
     epochs = run.settings.get("actor_rollout_ref.actor.ppo_epochs", 1)
     return [
-        statement_from(
+        cause_statement(
             table.DRIFT,
             {
                 "drift": statistics.median(size for size, _ in within),
@@ -382,7 +382,7 @@ def _large_from_the_start(run: RunData) -> list[Statement]:
     if first <= rounding.largest:
         return []
     return [
-        statement_from(
+        cause_statement(
             table.LARGE,
             {"first": first, "plausible": rounding.plausible},
             sentence=f"Logit noise was {{first:.3f}} from the first step on, where rounding in "
@@ -416,7 +416,7 @@ def _beyond_rounding(run: RunData) -> list[Statement]:
     evidence |= {"largest": statistics.median(most for _, most in within), "age": _oldest(run)}
     age = "; tokens are up to {age:.0f} updates old, which may be it" if evidence["age"] > 0 else ""
     return [
-        statement_from(
+        cause_statement(
             table.BEYOND_ROUNDING,
             evidence,
             sentence="The gap is {gap:.4f} nats per token (mean |log-ratio|), where rounding in "
@@ -499,7 +499,7 @@ def _size_of_gap(run: RunData) -> Statement:
 
 
 def _grown(evidence: dict[str, float], unit: str, steps: tuple[int, int]) -> Statement:
-    return statement_from(
+    return cause_statement(
         table.GROWN,
         evidence,
         sentence=f"The gap has grown from {{first:.4f}} to {{gap:.4f}} {unit}; ages, updates and missing "
@@ -519,7 +519,7 @@ def _rounding(gap: Series, unit: str) -> Statement:
         evidence["low"], evidence["high"] = last.interval
         template += ", {low:.4f} to {high:.4f}"
     template += "; {first:.4f} at the start" if len(gap) > 2 else ""
-    return statement_from(
+    return cause_statement(
         table.ROUNDING,
         evidence,
         sentence=template + ": rounding of the engine, as far as metrics tell",
@@ -534,7 +534,7 @@ def _not_measured(run: RunData) -> Statement:
         how = "verl-rc diagnose RUN --model FOLDER compares those of its first step with a model's"
     else:
         how = f"verl: {_ROLLOUT}.calculate_log_probs=True records it"
-    return say(
+    return filled_statement(
         "gap",
         "not measured",
         "unknown",

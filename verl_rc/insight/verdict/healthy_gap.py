@@ -4,7 +4,7 @@ measures it."""
 from collections.abc import Sequence
 
 from verl_rc.health import cause_table as table
-from verl_rc.health.causes import PREFIX, statement_from
+from verl_rc.health.causes import PREFIX, cause_statement
 from verl_rc.health.statement import Statement
 from verl_rc.insight.run_folder import ReplayedRecord, RunData, Series
 from verl_rc.insight.verdict.estimates import lasting
@@ -37,7 +37,7 @@ def larger_than_healthy(run: RunData, records: Sequence[ReplayedRecord]) -> list
     evidence = {"gap": largest, "healthy": healthy, "step": first.step, "times": largest / healthy}
     cause = table.LARGER_THAN_HEALTHY
     next_test = cause.next_test if run.is_own else table.NOT_THE_MODEL.next_test
-    return [statement_from(cause, evidence, confidence="possible", steps=steps, next_test=next_test)]
+    return [cause_statement(cause, evidence, confidence="possible", steps=steps, next_test=next_test)]
 
 
 def _sizes(run: RunData, first: ReplayedRecord) -> dict[int, float]:

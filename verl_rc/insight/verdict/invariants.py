@@ -1,7 +1,7 @@
 """The causes that token records show without statistics, and which of them could be checked."""
 
 from verl_rc.health import cause_table as table
-from verl_rc.health.causes import statement_from
+from verl_rc.health.causes import cause_statement
 from verl_rc.health.statement import Statement
 from verl_rc.insight.run_folder import RunData
 from verl_rc.insight.run_folder.lines import first_few
@@ -41,7 +41,7 @@ def invariant_causes(run: RunData) -> list[Statement]:
         sentence = f"{cause.sentence}; in step {broken[0]} row {numbers}"
         confidence = "named" if evidence["count"] > 1 else "likely"
         statements.append(
-            statement_from(cause, evidence, sentence, confidence=confidence, steps=(broken[0], broken[-1]))
+            cause_statement(cause, evidence, sentence, confidence=confidence, steps=(broken[0], broken[-1]))
         )
     return statements
 

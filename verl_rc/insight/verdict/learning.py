@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable
 
-from verl_rc.health.statement import Statement, literal, say
+from verl_rc.health.statement import Statement, filled_statement, literal
 from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.verdict.estimates import FEWEST_FOR_TREND, Change, change_of, last_part, mean_of
 from verl_rc.metrics.best_of_n import unbiased_std
@@ -63,7 +63,7 @@ def _not_finite(run: RunData) -> list[Statement]:
     if not bad:
         return []
     return [
-        say(
+        filled_statement(
             "learning",
             "gradients not finite",
             "fault",
@@ -94,7 +94,7 @@ def _collapse(run: RunData) -> list[Statement]:
     evidence = {"best": best, "last": last, "best_step": score.steps[best_at + width - 1]}
     why, overrides = _too_large_updates(run, evidence)
     return [
-        say(
+        filled_statement(
             "learning",
             "collapse" + (": updates too large" if why else ""),
             "fault",
@@ -140,7 +140,7 @@ def _cut_off(run: RunData) -> list[Statement]:
     limit = run.settings.get("data.max_response_length")
     grown = ", after {first:.0%} at first" if change is not None and change.is_clear else ""
     return [
-        say(
+        filled_statement(
             "learning",
             "responses cut off",
             "fault" if change is not None and change.is_clear else "notice",
@@ -170,7 +170,7 @@ def _length_for_reward(run: RunData) -> list[Statement]:
     if length.first.value <= 0 or length.last.value < LONGER * length.first.value:
         return []
     return [
-        say(
+        filled_statement(
             "learning",
             "reward for length",
             "fault",
@@ -208,7 +208,7 @@ def _no_entropy(run: RunData) -> list[Statement]:
     if score is None or (score.difference > 0 and score.is_clear):
         return []
     return [
-        say(
+        filled_statement(
             "learning",
             "entropy lost",
             "fault",
@@ -266,7 +266,7 @@ def _progress(run: RunData) -> Statement:
         evidence["mean"], steps = mean.value, mean.steps
         parts.append("reward {mean:.3g}, too few steps for a trend")
     if not parts:
-        return say(
+        return filled_statement(
             "learning",
             "not measured",
             "unknown",
@@ -277,6 +277,6 @@ def _progress(run: RunData) -> Statement:
     lead = {"learns": "It learns: ", "no trend": "", "does not improve": "It does not improve: "}[cause]
     sentence = lead + ", ".join(parts)
     if cause != "does not improve":
-        return say("learning", cause, "good", sentence, evidence, steps=steps)
+        return filled_statement("learning", cause, "good", sentence, evidence, steps=steps)
     test = "Look at the share of prompts whose samples differ in reward: without any there is no gradient."
-    return say("learning", cause, "notice", sentence, evidence, steps=steps, next_test=test)
+    return filled_statement("learning", cause, "notice", sentence, evidence, steps=steps, next_test=test)

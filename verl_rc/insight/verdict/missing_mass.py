@@ -2,7 +2,7 @@
 
 import math
 
-from verl_rc.health.causes import statement_from
+from verl_rc.health.causes import cause_statement
 from verl_rc.health.signature_causes import FILTER, FILTER_OR_RAW, RAW_OR_OTHER_TOKENS
 from verl_rc.health.statement import Statement, literal
 from verl_rc.insight.run_folder import RunData
@@ -38,7 +38,7 @@ def missing_mass(run: RunData) -> list[Statement]:
             if sign < 0 and not run.has(KEPT_SETS):
                 return [_below_one(run, evidence, sentence, (first, last))]
             return [
-                statement_from(
+                cause_statement(
                     RAW_OR_OTHER_TOKENS, evidence, sentence, confidence="likely", steps=(first, last)
                 )
             ]
@@ -60,7 +60,7 @@ def _below_one(run: RunData, evidence: dict[str, float], sentence: str, steps: t
         sentence += ": it keeps {kept:.1%} of the mass" if known else ""
     elif known:
         sentence += ". A sampling filter that the trainer does not mirror would keep {kept:.1%} of the mass"
-    return statement_from(
+    return cause_statement(
         FILTER if filters else FILTER_OR_RAW,
         evidence,
         sentence,

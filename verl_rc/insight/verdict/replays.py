@@ -15,7 +15,7 @@ import numpy as np
 
 from verl_rc.data.token_record import Array
 from verl_rc.health import cause_table as table
-from verl_rc.health.causes import statement_from
+from verl_rc.health.causes import cause_statement
 from verl_rc.health.statement import Statement, literal
 from verl_rc.insight.run_folder import Part, ReplayedRecord
 from verl_rc.metrics.bounds import BOUNDS
@@ -123,7 +123,7 @@ def _other_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
         sentence += f". They come out with {', '.join(sorted(ways))}"
     elif evidence["twice"] > 0:
         sentence += ". The trainer does not give the same numbers twice ({twice:.2g})"
-    return statement_from(table.OTHER_INPUTS, evidence, sentence=sentence, **_sure(examples))
+    return cause_statement(table.OTHER_INPUTS, evidence, sentence=sentence, **_sure(examples))
 
 
 def _stale_cache(records: Sequence[ReplayedRecord]) -> Statement | None:
@@ -142,7 +142,7 @@ def _stale_cache(records: Sequence[ReplayedRecord]) -> Statement | None:
     if not examples:
         return None
     worst = max(examples, key=lambda record: record.numbers["own_cache"])
-    return statement_from(
+    return cause_statement(
         table.STALE_CACHE,
         {
             "step": worst.step,
@@ -168,7 +168,7 @@ def _older_weights(records: Sequence[ReplayedRecord]) -> Statement | None:
     if not examples:
         return None
     worst = max(examples, key=lambda record: record.versions[record.version])
-    return statement_from(
+    return cause_statement(
         table.OLDER_WEIGHTS,
         {
             "step": worst.step,
@@ -190,7 +190,7 @@ def _engines_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
         return None
     worst = max(examples, key=lambda record: record.versions[record.version])
     ways = ", ".join(sorted({record.engine_reproduced_by for record in examples}))
-    return statement_from(
+    return cause_statement(
         table.ENGINES_INPUTS,
         {
             "step": worst.step,
@@ -224,7 +224,7 @@ def _other_engine(records: Sequence[ReplayedRecord]) -> Statement | None:
     if not examples:
         return None
     worst = max(examples, key=lambda record: record.parts["rest"].size)
-    return statement_from(
+    return cause_statement(
         table.OTHER_ENGINE,
         {
             "size": worst.parts["rest"].size,
@@ -245,7 +245,7 @@ def _not_the_model(records: Sequence[ReplayedRecord]) -> Statement | None:
             continue
         if rest.size > max(BOUNDS.reproduced, BOUNDS.far_above_floor * rounding):
             evidence = {"size": rest.size, "rounding": rounding, "share": rest.share, "step": record.step}
-            return statement_from(table.NOT_THE_MODEL, evidence, **_sure([record]))
+            return cause_statement(table.NOT_THE_MODEL, evidence, **_sure([record]))
     return None
 
 
@@ -261,7 +261,7 @@ def _other_operation(records: Sequence[ReplayedRecord]) -> Statement | None:
             gap, rounding = (record.numbers[f"operation_{name}"] for name in ("gap", "rounding"))
             evidence = {"step": record.step, "gap": gap, "rounding": rounding}
             sentence = table.OTHER_OPERATION.sentence.replace("OPERATION", literal(record.operation))
-            return statement_from(table.OTHER_OPERATION, evidence, sentence=sentence, **_sure([record]))
+            return cause_statement(table.OTHER_OPERATION, evidence, sentence=sentence, **_sure([record]))
     return None
 
 
@@ -278,7 +278,7 @@ def _other_code(records: Sequence[ReplayedRecord]) -> Statement | None:
     if not examples:
         return None
     worst = max(examples, key=lambda record: record.numbers["kernels"])
-    return statement_from(
+    return cause_statement(
         table.OTHER_CODE,
         {"kernels": worst.numbers["kernels"], "share": worst.parts["engine"].share, "step": worst.step},
         **_sure(examples),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl_rc.health.cause_table import NOT_A_TEMPERATURE
-from verl_rc.health.causes import PREFIX, SIGNATURES, cause_of, statement_from, statement_of
+from verl_rc.health.causes import PREFIX, SIGNATURE_METRICS, cause_of, cause_statement, signature_statement
 from verl_rc.health.signature_causes import SIGNATURE_CAUSES, TEMPERATURE, SignatureCause, Step
 from verl_rc.health.statement import Statement
 from verl_rc.insight.run_folder import RunData, Series
@@ -65,7 +65,7 @@ def signature_causes(run: RunData) -> list[Statement]:
                 for step_metrics, step_cause in zip(metrics, causes, strict=True)
                 if step_cause is cause
             ]
-            statement = statement_of(cause, examples, float(temperature), (first, last))
+            statement = signature_statement(cause, examples, float(temperature), (first, last))
             statements.append(_as_in_all_steps(statement, run) if cause is TEMPERATURE else statement)
     return statements
 
@@ -95,7 +95,7 @@ def _as_in_all_steps(statement: Statement, run: RunData) -> Statement:
         "The gap follows the trainer's log-probs (slope {temperature_slope:.3f}, which explains "
         "{temperature_r2:.0%} of it), but not as another temperature does: " + ", and ".join(reasons)
     )
-    return statement_from(NOT_A_TEMPERATURE, evidence, sentence, confidence="likely", steps=statement.steps)
+    return cause_statement(NOT_A_TEMPERATURE, evidence, sentence, confidence="likely", steps=statement.steps)
 
 
 def rows_asked(run: RunData) -> list[Row]:
@@ -103,7 +103,7 @@ def rows_asked(run: RunData) -> list[Row]:
     metrics, rows = _by_step(run), dict[str, Row]()
     for cause in SIGNATURE_CAUSES:
         needs = " and ".join(dict.fromkeys(_needs(cause)))
-        is_asked = any(cause.seen_in(step_metrics) is not None for step_metrics in metrics)
+        is_asked = any(cause.evidence_in(step_metrics) is not None for step_metrics in metrics)
         if (other := rows.get(cause.name)) is not None:
             alternatives = dict.fromkeys((*other.needs.split(" or "), *needs.split(" or ")))
             needs, is_asked = " or ".join(alternatives), other.is_asked or is_asked
@@ -113,7 +113,7 @@ def rows_asked(run: RunData) -> list[Row]:
 
 def _by_step(run: RunData) -> list[Step]:
     """The signatures of each step that has any."""
-    columns = {name: run.get(f"{PREFIX}{name}").by_step() for name in SIGNATURES}
+    columns = {name: run.get(f"{PREFIX}{name}").by_step() for name in SIGNATURE_METRICS}
     return [
         {name: values[step] for name, values in columns.items() if step in values}
         for step in run.get(f"{PREFIX}missing_mass").steps
@@ -122,7 +122,7 @@ def _by_step(run: RunData) -> list[Step]:
 
 def _needs(cause: SignatureCause) -> Iterator[str]:
     for name in cause.needs:
-        others = cause.instead.get(name, name)
+        others = cause.substitutes.get(name, name)
         if name in _FIELDS and others in _FIELDS:
             alternatives = dict.fromkeys((_FIELDS[name], _FIELDS[others]))
             yield " or ".join(alternatives)
