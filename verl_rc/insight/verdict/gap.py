@@ -23,9 +23,9 @@ from verl_rc.insight.verdict.estimates import (
     FEWEST_FOR_TREND,
     LINEAR,
     Line,
+    confirm,
     fit_line,
-    last_part,
-    lasting,
+    last_tenth,
     mean_of,
 )
 from verl_rc.insight.verdict.gap_series import (
@@ -39,7 +39,7 @@ from verl_rc.insight.verdict.gap_series import (
     policy_distance,
 )
 from verl_rc.insight.verdict.invariants import invariant_causes
-from verl_rc.insight.verdict.missing_mass import missing_mass
+from verl_rc.insight.verdict.missing_mass import judge_missing_mass
 from verl_rc.insight.verdict.signatures import has_signatures, rows_asked, signature_causes
 from verl_rc.metrics.bounds import BOUNDS, PLAUSIBLE_NOISE, least_precise
 
@@ -75,7 +75,7 @@ def judge_gap(run: RunData) -> list[Statement]:
         return [_staleness_alone(*measures[0])]
     faults = [*_raw_by_its_facts(run), *invariant_causes(run), *_not_finite(run)]
     if all(fault.cause != table.FLOORED.name for fault in faults):  # sums of cut log-probs name other causes
-        faults += signature_causes(run) if has_signatures(run) else missing_mass(run)
+        faults += signature_causes(run) if has_signatures(run) else judge_missing_mass(run)
     if not faults:
         rules = (
             _lost_in_rounding,
@@ -93,7 +93,7 @@ def judge_gap(run: RunData) -> list[Statement]:
 
 def _staleness_alone(gap: Series, unit: str) -> Statement:
     """Of a run in exact mode, whose steps have compared every token of the trainer's own weights."""
-    last = mean_of(last_part(gap))
+    last = mean_of(last_tenth(gap))
     assert last is not None, "a gap that was measured has a last value"
     return cause_statement(
         table.STALENESS if last.value else table.ROUNDING,
@@ -247,7 +247,7 @@ def _weights_never_arrive(run: RunData) -> list[Statement]:
     Old weights make sqrt(k3) large at once and then slow, the mean |log-ratio| less so.
     """
     for gap, _ in measures_of_gap(run):
-        last, line = mean_of(last_part(gap)), fit_line(policy_distance(run, gap.steps), gap.values)
+        last, line = mean_of(last_tenth(gap)), fit_line(policy_distance(run, gap.steps), gap.values)
         if (
             len(gap) >= FEWEST_FOR_TREND
             and last is not None
@@ -351,22 +351,23 @@ def _drift_within_the_step(run: RunData) -> list[Statement]:
     drifts = Series.from_steps(
         {step: size if size > BOUNDS.above_floor * noise[step] else 0.0 for step, size in moved.items()}
     )
-    count, first, last = lasting(drifts, lambda size: size > BOUNDS.drift)
-    if first < 0:
+    drift = confirm(drifts, lambda size: size > BOUNDS.drift)
+    if drift is None:
         return []
-    within = [(size, noise[step]) for step, size in moved.items() if first <= step <= last]
+    first, last = drift.steps
+    drifted = [(size, noise[step]) for step, size in moved.items() if first <= step <= last]
     epochs = run.settings.get("actor_rollout_ref.actor.ppo_epochs", 1)
     return [
         cause_statement(
             table.DRIFT,
             {
-                "drift": statistics.median(size for size, _ in within),
-                "noise": statistics.median(s for _, s in within),
-                "count": count,
+                "drift": statistics.median(size for size, _ in drifted),
+                "noise": statistics.median(step_noise for _, step_noise in drifted),
+                "count": drift.count,
                 "steps": len(moved),
             },
             confidence="named",
-            steps=(first, last),
+            steps=drift.steps,
             overrides=("actor_rollout_ref.actor.ppo_epochs=1",) if run.is_own and int(epochs) > 1 else (),
         )
     ]
@@ -407,13 +408,14 @@ def _beyond_rounding(run: RunData) -> list[Statement]:
         step: (size, rounding.largest * math.sqrt(-math.expm1(-max(entropies.get(step, math.inf), 0.0))))
         for step, size in gap.by_step().items()
     }
-    beyond = Series.from_steps({step: size - most for step, (size, most) in pairs.items()})
-    count, first, last = lasting(beyond, lambda nats: nats > 0)
-    if first < 0:
+    excess = Series.from_steps({step: size - bound for step, (size, bound) in pairs.items()})
+    beyond = confirm(excess, lambda nats: nats > 0)
+    if beyond is None:
         return []
-    within = [pairs[step] for step in pairs if first <= step <= last]
-    evidence = {"gap": statistics.median(size for size, _ in within), "count": count, "steps": len(gap)}
-    evidence |= {"largest": statistics.median(most for _, most in within), "age": _oldest(run)}
+    first, last = beyond.steps
+    sizes, bounds = zip(*(pairs[step] for step in pairs if first <= step <= last), strict=True)
+    evidence = {"gap": statistics.median(sizes), "count": beyond.count, "steps": len(gap)}
+    evidence |= {"largest": statistics.median(bounds), "age": _oldest(run)}
     age = "; tokens are up to {age:.0f} updates old, which may be it" if evidence["age"] > 0 else ""
     return [
         cause_statement(
@@ -425,7 +427,7 @@ def _beyond_rounding(run: RunData) -> list[Statement]:
             next_test=table.LARGE.next_test if run.is_own else _COMPARE_INPUTS,
             level="notice" if age else "fault",
             confidence="possible",
-            steps=(first, last),
+            steps=beyond.steps,
         )
     ]
 
@@ -483,7 +485,7 @@ def _size_of_gap(run: RunData) -> Statement:
     grown = []
     for gap, unit in measures:
         # Before the first update no weights are old: samples of the second step may be.
-        last, first = mean_of(last_part(gap)) if len(gap) >= FEWEST_FOR_TREND else None, min(gap.values[:2])
+        last, first = mean_of(last_tenth(gap)) if len(gap) >= FEWEST_FOR_TREND else None, min(gap.values[:2])
         # A gap of 0 has not grown where it is what float32 rounds.
         floor = BOUNDS.above_floor * max(first, PLAUSIBLE_NOISE["float32"])
         if last is not None and last.value - last.error > floor:
@@ -511,7 +513,7 @@ def _grown(evidence: dict[str, float], unit: str, steps: tuple[int, int]) -> Sta
 
 
 def _rounding(gap: Series, unit: str) -> Statement:
-    last = mean_of(last_part(gap))
+    last = mean_of(last_tenth(gap))
     assert last is not None, "a gap that was measured has a last value"
     evidence = {"gap": last.value, "first": at_the_start(gap)}
     template = f"The gap is {{gap:.4f}} {unit}"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from verl_rc.health.statement import Statement, filled_statement, literal
 from verl_rc.insight.run_folder import RunData, Series
-from verl_rc.insight.verdict.estimates import FEWEST_FOR_TREND, Change, change_of, last_part, mean_of
+from verl_rc.insight.verdict.estimates import FEWEST_FOR_TREND, Change, change_of, last_tenth, mean_of
 from verl_rc.metrics.best_of_n import unbiased_std
 from verl_rc.metrics.catalog import describe
 
@@ -134,7 +134,7 @@ def _smaller_rate(run: RunData) -> tuple[str, ...]:
 def _cut_off(run: RunData) -> list[Statement]:
     """Many responses end at the limit, and more than before."""
     share = run.get("response_length/clip_ratio")
-    change, last = change_of(share), mean_of(last_part(share))
+    change, last = change_of(share), mean_of(last_tenth(share))
     if last is None or last.value <= CUT_OFF or (change is not None and change.difference <= 0):
         return []
     limit = run.settings.get("data.max_response_length")

@@ -8,7 +8,7 @@ from verl_rc.health.causes import PREFIX, SIGNATURE_METRICS, cause_of, cause_sta
 from verl_rc.health.signature_causes import SIGNATURE_CAUSES, TEMPERATURE, SignatureCause, Step
 from verl_rc.health.statement import Statement
 from verl_rc.insight.run_folder import RunData, Series
-from verl_rc.insight.verdict.estimates import FEWEST_FOR_TREND, LINEAR, fit_line, lasting
+from verl_rc.insight.verdict.estimates import FEWEST_FOR_TREND, LINEAR, confirm, fit_line
 from verl_rc.insight.verdict.gap_series import KEPT_SETS
 from verl_rc.metrics.bounds import BOUNDS
 
@@ -54,18 +54,17 @@ def signature_causes(run: RunData) -> list[Statement]:
     mirrors = run.has(KEPT_SETS)
     causes, statements = [cause_of(step_metrics, mirrors) for step_metrics in metrics], []
     facts = {} if run.tokens is None else run.tokens.facts
-    said = (run.settings.get(_TEMPERATURE), facts.get("temperature"))
-    temperature = next((value for value in said if isinstance(value, int | float)), 1.0)
+    temperatures = (run.settings.get(_TEMPERATURE), facts.get("temperature"))
+    temperature = next((value for value in temperatures if isinstance(value, int | float)), 1.0)
     for cause in SIGNATURE_CAUSES:
         marks = Series(steps, [float(step_cause is cause) for step_cause in causes])
-        _, first, last = lasting(marks, bool)
-        if first >= 0:
+        if (confirmed := confirm(marks, bool)) is not None:
             examples = [
                 step_metrics
                 for step_metrics, step_cause in zip(metrics, causes, strict=True)
                 if step_cause is cause
             ]
-            statement = signature_statement(cause, examples, float(temperature), (first, last))
+            statement = signature_statement(cause, examples, float(temperature), confirmed.steps)
             statements.append(_as_in_all_steps(statement, run) if cause is TEMPERATURE else statement)
     return statements
 

@@ -4,7 +4,7 @@ import math
 
 from verl_rc.health.statement import Statement, filled_statement, literal
 from verl_rc.insight.run_folder import RunData
-from verl_rc.insight.verdict.estimates import last_mean, last_part
+from verl_rc.insight.verdict.estimates import last_mean, last_tenth
 
 IDLE = 0.25
 """Share of a step without a computing worker above which it is a notice: far beyond the healthy range."""
@@ -57,7 +57,7 @@ def stage_seconds(run: RunData) -> dict[str, float]:
     for name, series in run.matching("timing_s/"):
         stage = name.removeprefix("timing_s/")
         if stage not in _NOT_STAGES:
-            part = last_part(run.get("timing_s/step"))
+            part = last_tenth(run.get("timing_s/step"))
             within = series.between(part.steps[0], part.steps[-1]) if len(part) else series
             stages[stage] = math.fsum(within.values) / max(1, len(part))
     return stages
