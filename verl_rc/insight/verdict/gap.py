@@ -1,5 +1,4 @@
-"""The gap between engine and trainer: the rows of the decision table that metrics alone can speak to, in its
-order.
+"""The gap between engine and trainer: the causes that metrics alone can name, in the order of the table.
 
 k1 and k3 are ``rollout_corr/kl`` and ``rollout_corr/k3_kl``. If the tokens were drawn from the policy that
 the engine reports, the mean ratio 1 - k1 + k3 is 1 however large the gap is. sqrt(k3) is the size of the gap,
@@ -40,7 +39,7 @@ from verl_rc.insight.verdict.gap_series import (
 )
 from verl_rc.insight.verdict.invariants import invariant_causes
 from verl_rc.insight.verdict.missing_mass import judge_missing_mass
-from verl_rc.insight.verdict.signatures import has_signatures, rows_asked, signature_causes
+from verl_rc.insight.verdict.signatures import has_signatures, signature_causes, signature_rows
 from verl_rc.metrics.bounds import BOUNDS, PLAUSIBLE_NOISE, least_precise
 
 PINNED_SLOPE = 0.1
@@ -69,11 +68,11 @@ _FAULTS_OF_NUMBERS = {
 
 
 def judge_gap(run: RunData) -> list[Statement]:
-    """Every row that the metrics speak to, in the order of the table; one statement that says so if there is
-    none."""
+    """A statement for every cause that the metrics name, in the order of the table; where they name none, one
+    about the size of the gap."""
     if run.settings.get("actor_rollout_ref.exact") and (measures := measures_of_gap(run)):
         return [_staleness_alone(*measures[0])]
-    faults = [*_raw_by_its_facts(run), *invariant_causes(run), *_not_finite(run)]
+    faults = [*_raw_log_probs(run), *invariant_causes(run), *_not_finite(run)]
     if all(fault.cause != table.FLOORED.name for fault in faults):  # sums of cut log-probs name other causes
         faults += signature_causes(run) if has_signatures(run) else judge_missing_mass(run)
     if not faults:
@@ -88,11 +87,11 @@ def judge_gap(run: RunData) -> list[Statement]:
             _large_from_the_start,
         )
         faults = next((statements for rule in rules if (statements := rule(run))), [])
-    return faults or [_with_limits(_size_of_gap(run), run)]
+    return faults or [_with_limits(_judge_size(run), run)]
 
 
 def _staleness_alone(gap: Series, unit: str) -> Statement:
-    """Of a run in exact mode, whose steps have compared every token of the trainer's own weights."""
+    """The gap of a run in exact mode, where engine and trainer agree on every token of the same weights."""
     last = mean_of(last_tenth(gap))
     assert last is not None, "a gap that was measured has a last value"
     return cause_statement(
@@ -104,7 +103,7 @@ def _staleness_alone(gap: Series, unit: str) -> Statement:
     )
 
 
-def _raw_by_its_facts(run: RunData) -> list[Statement]:
+def _raw_log_probs(run: RunData) -> list[Statement]:
     """Raw log-probs at a temperature other than 1, where the token records say so themselves."""
     facts = {} if run.tokens is None else run.tokens.facts
     temperature, mode = facts.get("temperature", 1.0), str(facts.get("logprobs_mode", ""))
@@ -189,8 +188,10 @@ def _staleness(run: RunData) -> list[Statement]:
 
 
 def _staleness_at_one_age(run: RunData) -> list[Statement]:
-    """Row 16 where nearly all tokens have one age: the others are of the first steps, whose updates are no
-    measure."""
+    """Row 16 where nearly all tokens have one age.
+
+    Tokens of other ages come from the first steps only, whose updates are no measure of a slope.
+    """
     gaps = gaps_by_age(run)
     if len(gaps) < 2:
         return []
@@ -220,7 +221,7 @@ def _grows_with_age(
                 "r": line.r_squared,
                 "floor": floor.value,
                 "oldest": oldest,
-                "at": line.intercept + line.slope * oldest,
+                "oldest_gap": line.intercept + line.slope * oldest,
             },
             confidence=confidence,
             steps=floor.steps,
@@ -230,8 +231,8 @@ def _grows_with_age(
 
 
 def _synchronous_override(run: RunData) -> tuple[str, ...]:
-    """The override that ends the engines' lead; empty where it is not verl_rc's key, or other keys would have
-    to go with it."""
+    """The override that makes training synchronous; empty where its key is not the run's, or other keys need
+    asynchrony."""
     defaults = {
         f"async_training.{key}": AsyncTrainingConfig.model_fields[key].default for key in NEEDS_ASYNCHRONY
     }
@@ -274,9 +275,9 @@ def _one_version_late(run: RunData) -> list[Statement]:
         return []
     gap, moved = gap_size(run), run.get("actor/ppo_kl").by_step()
     pairs = [
-        (nats_of_k3(2 * moved[before]), value)
-        for (before, _), (step, value) in pairwise(zip(gap.steps, gap.values, strict=True))
-        if before in moved and step == before + 1
+        (nats_of_k3(2 * moved[previous]), value)
+        for (previous, _), (step, value) in pairwise(zip(gap.steps, gap.values, strict=True))
+        if previous in moved and step == previous + 1
     ]
     if len(pairs) < _FEWEST_FOR_LAG:
         return []
@@ -338,8 +339,7 @@ def _missed_update(run: RunData) -> list[Statement]:
 
 
 def _drift_within_the_step(run: RunData) -> list[Statement]:
-    """Row 17: in bypass mode k3 is of all updates of a step, logit noise of the first mini-batch, before any
-    of them.
+    """Row 17: in bypass mode k3 is measured over all updates of a step, logit noise before the first update.
 
     Noise s on the logits makes log-ratios of s sqrt(g), and the mean of g over tokens is at most 1.
     """
@@ -376,7 +376,7 @@ def _drift_within_the_step(run: RunData) -> list[Statement]:
 def _large_from_the_start(run: RunData) -> list[Statement]:
     """Row 20 for the first steps: more noise than rounding makes in the precision that is configured."""
     name = "logit_noise" if run.has(f"{PREFIX}logit_noise") else "logit_noise_least"
-    noise, rounding = run.get(f"{PREFIX}{name}"), _rounding_of(run)
+    noise, rounding = run.get(f"{PREFIX}{name}"), _rounding_noise(run)
     if len(noise) < _FEWEST_AT_START or rounding is None or _oldest(run) > 0:
         return []
     first = min(noise.values[:_FEWEST_AT_START])
@@ -401,7 +401,7 @@ def _beyond_rounding(run: RunData) -> list[Statement]:
     Noise s on the logits makes log-ratios of at most s sqrt(E g) on average, and E g = 1 - E Q is at most
     1 - exp(-entropy): a policy that grows certain has more noise on its logits, and a smaller gap.
     """
-    gap, rounding, entropies = run.get(GAP), _rounding_of(run), run.get("actor/entropy").by_step()
+    gap, rounding, entropies = run.get(GAP), _rounding_noise(run), run.get("actor/entropy").by_step()
     if rounding is None:
         return []
     pairs = {
@@ -438,7 +438,7 @@ def _oldest(run: RunData) -> float:
 
 
 @dataclass(frozen=True)
-class _Rounding:
+class _RoundingNoise:
     """What rounding makes of the logits of a run."""
 
     precision: str
@@ -448,14 +448,14 @@ class _Rounding:
     """Beyond this, noise on the logits is called large."""
 
 
-def _rounding_of(run: RunData) -> _Rounding | None:
-    """None where a run of our own does not say in which precision it computes."""
+def _rounding_noise(run: RunData) -> _RoundingNoise | None:
+    """The noise that the run's precision explains; None where a run of our own does not say its precision."""
     precision = _precision(run)
     if precision is None:
         most = BOUNDS.implausible_noise
-        return None if run.is_own else _Rounding("any precision", most, most)
+        return None if run.is_own else _RoundingNoise("any precision", most, most)
     plausible = PLAUSIBLE_NOISE[precision]
-    return _Rounding(precision, plausible, BOUNDS.far_above_floor * plausible)
+    return _RoundingNoise(precision, plausible, BOUNDS.far_above_floor * plausible)
 
 
 def _precision(run: RunData) -> str | None:
@@ -475,8 +475,9 @@ def _precision(run: RunData) -> str | None:
     return least_precise(engine, quantization, str(cache), trainer)
 
 
-def _size_of_gap(run: RunData) -> Statement:
-    """Rows 11 and 20: as at the start, larger by every measure, much larger by one, or beyond rounding.
+def _judge_size(run: RunData) -> Statement:
+    """Rows 11 and 20: the gap is as at the start, or has grown by every measure, or much by one, or is beyond
+    rounding.
 
     Where a policy grows certain, rounding moves into a few tokens: in 1,000 healthy steps sqrt(k3) doubled
     while the mean fell.
@@ -497,7 +498,7 @@ def _size_of_gap(run: RunData) -> Statement:
     )
     if worst is not None and (len(grown) == len(measures) or worst.level == "fault"):
         return worst
-    return next(iter(_beyond_rounding(run)), None) or _rounding(*measures[0])
+    return next(iter(_beyond_rounding(run)), None) or _rounding_statement(*measures[0])
 
 
 def _grown(evidence: dict[str, float], unit: str, steps: tuple[int, int]) -> Statement:
@@ -512,7 +513,7 @@ def _grown(evidence: dict[str, float], unit: str, steps: tuple[int, int]) -> Sta
     )
 
 
-def _rounding(gap: Series, unit: str) -> Statement:
+def _rounding_statement(gap: Series, unit: str) -> Statement:
     last = mean_of(last_tenth(gap))
     assert last is not None, "a gap that was measured has a last value"
     evidence = {"gap": last.value, "first": at_the_start(gap)}
@@ -545,9 +546,9 @@ def _not_measured(run: RunData) -> Statement:
     )
 
 
-def checked(run: RunData) -> tuple[str, ...]:
-    """What the rules of this module looked at."""
-    names = dict.fromkeys(row.cause for row in rows_asked(run) if row.is_asked)
+def checked_rules(run: RunData) -> tuple[str, ...]:
+    """What the rules of this module have looked at, in words."""
+    names = dict.fromkeys(row.cause for row in signature_rows(run) if row.is_asked)
     return (
         "log-probs that are not finite",
         *(names or ("missing mass (sampling filters, banned tokens, log-probs of other tokens)",)),
@@ -558,7 +559,7 @@ def checked(run: RunData) -> tuple[str, ...]:
     )
 
 
-def not_visible(run: RunData) -> str:
-    """What no metric of the run shows."""
+def invisible_causes(run: RunData) -> str:
+    """Causes that no metric of the run shows, in words."""
     signatures = "" if has_signatures(run) else "another temperature on both sides, raw log-probs, "
     return f"{signatures}an old prefix cache, padding, templates: these need the tokens' own log-probs"
