@@ -10,7 +10,7 @@ from verl_rc.insight.page.tables import differing_settings
 from verl_rc.insight.page.text import escaped, number, table
 from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.verdict.estimates import Mean, bootstrap_interval, last_tenth, mean_of
-from verl_rc.insight.verdict.learning import validation
+from verl_rc.insight.verdict.learning import source_validation
 
 MOST_RUNS = 12
 _COMPARED = (
@@ -72,7 +72,7 @@ def _cell(mean: Mean | None) -> str:
 
 def _validation_rows(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
     """The last validation of each source."""
-    by_run = [dict(validation(run)) for run in runs]
+    by_run = [dict(source_validation(run)) for run in runs]
     names = sorted({name for sources in by_run for name in sources})
     return [
         (
@@ -118,7 +118,7 @@ def _ends(run: RunData) -> dict[str, float]:
     """Where a run ended: means of last tenths, and the last validation of each source."""
     means = {name: mean_of(last_tenth(run.get(name))) for name in _COMPARED}
     ends = {name: mean.value for name, mean in means.items() if mean is not None}
-    return ends | {f"validation {name}": series.values[-1] for name, series in validation(run)}
+    return ends | {f"validation {name}": series.values[-1] for name, series in source_validation(run)}
 
 
 def _in_all(ends: Sequence[Mapping[str, float]]) -> list[str]:

@@ -41,12 +41,21 @@ def judge_learning(run: RunData) -> list[Statement]:
     return [statement for rule in rules for statement in rule(run)] or [_progress(run)]
 
 
-def validation(run: RunData) -> list[tuple[str, Series]]:
-    """Headline validation by data source, accuracy where there is any."""
+def headline_validation(run: RunData) -> dict[tuple[str, str], Series]:
+    """Validation by data source and variable, ``acc`` or ``reward``."""
+    return {
+        (match[1], match[2]): series
+        for name, series in run.matching("val-core/")
+        if (match := _VALIDATION.fullmatch(name))
+    }
+
+
+def source_validation(run: RunData) -> list[tuple[str, Series]]:
+    """One validation of each data source, accuracy where it was logged; the name has source and variable."""
     sources: dict[str, tuple[str, Series]] = {}
-    for name, series in run.matching("val-core/"):
-        if (match := _VALIDATION.fullmatch(name)) and (match[2] == "acc" or match[1] not in sources):
-            sources[match[1]] = (f"{match[1]} {match[2]}", series)
+    for (source, variable), series in headline_validation(run).items():
+        if variable == "acc" or source not in sources:
+            sources[source] = (f"{source} {variable}", series)
     return [sources[source] for source in sorted(sources)]
 
 
@@ -162,7 +171,7 @@ def _length_for_reward(run: RunData) -> list[Statement]:
     score, length = change_of(run.get(_SCORE)), change_of(run.get("response_length/mean"))
     falls = [
         change
-        for _, series in validation(run)
+        for _, series in source_validation(run)
         if (change := _ends(series)) is not None and change.difference < 0
     ]
     if score is None or length is None or not falls or not score.is_clear or score.difference <= 0:
@@ -235,7 +244,7 @@ def _progress(run: RunData) -> Statement:
     parts: list[str] = []
     evidence: dict[str, float] = {}
     improved = None
-    for number, (name, series) in enumerate(validation(run)[:2], start=1):
+    for number, (name, series) in enumerate(source_validation(run)[:2], start=1):
         ends = _ends(series)
         if ends is not None:
             evidence |= {
