@@ -154,7 +154,7 @@ def run(name: str, overrides: list[str], options: argparse.Namespace) -> dict[st
     timeline = read_timeline(folder)
 
     def sampled(step: int) -> float:
-        return sum(span.seconds for span in timeline.between(step, step).spans if span.what == "decode")
+        return sum(span.seconds for span in timeline.between(step, step).spans if span.activity == "decode")
 
     def stages(line: dict[str, float], is_chosen: bool, names: set[str]) -> float:
         timed = {

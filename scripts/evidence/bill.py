@@ -18,7 +18,7 @@ from evidence.studies import CORRECTIONS
 from numpy.typing import NDArray
 
 from verl_rc.insight.run_folder import whole_lines
-from verl_rc.insight.what_if import NoRecordsError, answer, read_batch, tried_configs
+from verl_rc.insight.what_if import NoRecordsError, read_batch, tried_configs, try_presets
 from verl_rc.study.runs import Run, folder_of
 
 STUDY = "staleness"
@@ -57,7 +57,7 @@ def bills_of(folder: Path, runs: Mapping[tuple[str, int], Run]) -> Iterator[Bill
             batch = read_batch(folder_of(folder, arm, seed))
         except (NoRecordsError, OSError):
             continue
-        result = answer(batch, configs)
+        result = try_presets(batch, configs)
         errors = {
             estimate.name: float(f"{estimate.columns['error'].value:.4g}") for estimate in result.estimates
         }

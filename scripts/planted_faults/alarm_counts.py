@@ -66,7 +66,9 @@ def counted(readings: Iterable[RunData]) -> Counts:
         steps.update(run.steps)
         for step, metrics in _signatures(run).items():
             asked |= {
-                (cause.name, step) for cause in table.SIGNATURE_CAUSES if cause.seen_in(metrics) is not None
+                (cause.name, step)
+                for cause in table.SIGNATURE_CAUSES
+                if cause.evidence_in(metrics) is not None
             }
             cause = cause_of(metrics)
             alarms |= set() if cause is None else {(cause.name, step)}

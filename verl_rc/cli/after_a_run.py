@@ -117,11 +117,11 @@ def _what_if(options: Options) -> None:
     from verl_rc.insight.run_folder import read_run
     from verl_rc.insight.verdict import judge
     from verl_rc.insight.what_if import (
-        answer,
         bias_updates,
         clip_of,
         read_batch,
         tried_configs,
+        try_presets,
         with_turns,
     )
 
@@ -136,7 +136,7 @@ def _what_if(options: Options) -> None:
     batch = read_batch(options.folder, *steps) if gradients is None else gradients.batch
     batch = replace(batch, clip=clip_of(run.settings))
     configs = configs if options.presets else with_turns(configs, batch)
-    result = answer(batch, configs, judge(run), updates=gradients or bias_updates)
+    result = try_presets(batch, configs, judge(run), updates=gradients or bias_updates)
     if gradients is not None:
         result = replace(result, notes=(*result.notes, gradients.cost))
     if not run.is_own:

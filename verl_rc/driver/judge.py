@@ -75,15 +75,14 @@ def record_correction(
 
 def _judge_causes(
     services: Services, history: HealthHistory, record: StepRecord, step: int
-) -> causes.JudgedCauses:
+) -> causes.CauseJudgement:
     """Alert about the cause of the gap that the step's signatures name, and about its end."""
     rollout = services.config.actor_rollout_ref.rollout
     judged = causes.judge_causes(record.values, step, history.causes, rollout.temperature, rollout.has_filter)
     record.add(judged.metrics)
     for name, message in judged.messages.items():
-        if message.text:
-            alert = AlertCause(name, message.since_step, message.evidence)
-            services.tracker.alert(f"gap: {name}", message.text, step, alert)
+        alert = AlertCause(name, message.since_step, message.evidence)
+        services.tracker.alert(f"gap: {name}", message.text, step, alert)
     return judged
 
 
@@ -96,7 +95,7 @@ def judge_health(tracker: Tracker, history: HealthHistory, record: StepRecord, s
     warnings = [
         warning
         for warning in warnings
-        if warning.name.removeprefix(ranges.WATCHED_PREFIX) not in causes.SIGNATURES
+        if warning.name.removeprefix(ranges.WATCHED_PREFIX) not in causes.SIGNATURE_METRICS
     ]
     if warnings:
         tracker.alert(ranges.ALERT_TITLE, "\n".join(map(str, warnings)), step)

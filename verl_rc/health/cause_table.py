@@ -122,7 +122,7 @@ STALENESS = Cause(
     "√k3 is linear in age",
     (
         "The gap grows with the age of a token, {slope:.4f} nats per update: {floor:.4f} at the youngest, "
-        "{at:.4f} at age {oldest:.0f} (r² {r:.2f})"
+        "{oldest_gap:.4f} at age {oldest:.0f} (r² {r:.2f})"
     ),
     ("Correct it with token weights, or let the engines be fewer updates behind."),
     evidence="run",
@@ -276,9 +276,9 @@ STALE_CACHE = Cause(
     "stale prefix cache",
     "R4: a prefix cache filled by older weights explains the engine twice as well",
     (
-        "An engine with weights {said:.0f} whose prefix cache was filled by weights {filled:.0f} "
-        "({cached:.0f} tokens of prompts come from there) is {left:.4f} nats from the log-probs of step "
-        "{step:.0f}, with a cache of its own {own:.4f}"
+        "An engine with weights {reported_version:.0f} whose prefix cache was filled by weights "
+        "{cache_version:.0f} ({cached_tokens:.0f} tokens of prompts come from there) is {distance:.4f} nats "
+        "from the log-probs of step {step:.0f}, with a cache of its own {own_cache_distance:.4f}"
     ),
     ("Reset the prefix cache after every weight update, or turn it off and compare."),
     overrides=(f"{ROLLOUT}.enable_prefix_caching=False",),
@@ -289,8 +289,8 @@ OLDER_WEIGHTS = Cause(
     "older weights",
     "R3: older weights explain the engine at least twice as well",
     (
-        "The engine sampled step {step:.0f} with weights near version {held:.0f} and not {said:.0f}: its "
-        "log-probs are {left:.4f} nats from those, {gap:.4f} from these"
+        "The engine sampled step {step:.0f} with weights near version {nearest_version:.0f} and not "
+        "{reported_version:.0f}: its log-probs are {distance:.4f} nats from those, {gap:.4f} from these"
     ),
     (
         "Compare a tensor of the engine with the trainer's after a sync; look at what skips or delays a "

@@ -8,7 +8,7 @@ from verl_rc.metrics.catalog import CATALOG, MetricSpec
 
 WATCHED_PREFIX = "rollout_corr/"
 ALERT_TITLE = "rollout correction is not healthy"
-_NEVER = (0, 0)
+_ONLY_ZERO = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class CauseEpisode:
     first: int
     last: int
     is_told: bool = False
+    """Whether an alert has told of it."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def judge_health(
     healthy), and not again within ``quiet_steps`` steps. Only names below ``WATCHED_PREFIX`` are checked; a
     missing metric keeps its count.
     """
-    complaints, steps_outside, last_said = [], dict(history.steps_outside), dict(history.last_said)
+    warnings, steps_outside, last_said = [], dict(history.steps_outside), dict(history.last_said)
     for name, value in metrics.items():
         spec = CATALOG.find(name) if name.startswith(WATCHED_PREFIX) else None
         if spec is None or spec.healthy is None:
@@ -80,9 +81,9 @@ def judge_health(
             steps_outside.pop(name, None)
             continue
         steps = steps_outside[name] = steps_outside.get(name, 0) + 1
-        is_certain = steps >= (1 if spec.healthy == _NEVER else patience)
+        is_certain = steps >= (1 if spec.healthy == _ONLY_ZERO else patience)
         is_quiet = name in last_said and step - last_said[name] < quiet_steps
         if is_certain and not is_quiet:
             last_said[name] = step
-            complaints.append(HealthWarning(name, value, spec, steps))
-    return complaints, HealthHistory(steps_outside, last_said, history.causes)
+            warnings.append(HealthWarning(name, value, spec, steps))
+    return warnings, HealthHistory(steps_outside, last_said, history.causes)

@@ -35,18 +35,18 @@ class SignatureCause(Cause):
     needs: tuple[str, ...]
     """Metrics without which nothing is claimed; their medians, and numbers derived from them, fill the
     sentence."""
-    instead: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """Metrics that serve where those of ``needs`` are not there."""
+    substitutes: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """By metric of ``needs``, the metric that is read where the step does not have it."""
     blames_filter: bool = False
-    """It says that a filter is not mirrored: not of a run whose trainer has the engine's kept sets."""
+    """Whether it says that a filter is not mirrored. A trainer that has the engine's kept sets mirrors it."""
     holds: Callable[[Step], bool]
     """The rule; in ``condition`` z is missing_mass_z, R² temperature_r2."""
 
-    def seen_in(self, step: Step) -> Step | None:
-        """The metrics that it needs, by their names in ``needs``; None where one is not there."""
-        names = {name: name if name in step else self.instead.get(name, name) for name in self.needs}
-        is_asked = all(name in step for name in names.values())
-        return {need: step[name] for need, name in names.items()} if is_asked else None
+    def evidence_in(self, step: Step) -> Step | None:
+        """The metrics of the step by their names in ``needs``; None where the step lacks one."""
+        names = {name: name if name in step else self.substitutes.get(name, name) for name in self.needs}
+        is_complete = all(name in step for name in names.values())
+        return {need: step[name] for need, name in names.items()} if is_complete else None
 
 
 def _is_misaligned(step: Step) -> bool:
@@ -58,10 +58,10 @@ def _misses_mass(step: Step) -> bool:
 
 
 def _is_of_likely_tokens(step: Step) -> bool:
-    """Whether the missing mass is that of unlikely tokens, or may be: a filter keeps the likely ones.
+    """Whether the missing mass may be that of unlikely tokens, which a filter removes.
 
-    What is kept is likelier than what is expected then, in every place, and has l below 0: the slope is
-    negative. A banned token takes most where it is likely itself, and what is kept is not.
+    The tokens that a filter keeps are likelier than the expected ones and have log-ratios below 0, so the
+    slope is negative. A banned token removes most mass where it is likely itself; the slope is positive then.
     """
     return step["temperature_r2"] <= BOUNDS.temperature_r2 or step["temperature_slope"] < 0
 
@@ -72,10 +72,9 @@ def _is_all_temperature(step: Step) -> bool:
 
 
 def _is_temperature(step: Step) -> bool:
-    """Whether a temperature explains a clear part of the gap, and nearly all of it, or all but what rounding
-    may make.
+    """Whether a temperature explains a clear part of the gap, and rounding may explain the remainder.
 
-    Another model moves the tails of distributions, too.
+    A clear part alone is not enough: another model moves the tails of distributions, too.
     """
     is_clear = (
         abs(step["temperature_z"]) > BOUNDS.temperature_z
@@ -97,7 +96,7 @@ RAW_LOG_PROBS = SignatureCause(
     ),
     (f"Let it report the distribution that it samples from (verl: {PROCESSED}). {NO_CORRECTION}"),
     needs=(*_Z, *_SLOPE),
-    instead=_BEHIND_PREFIXES,
+    substitutes=_BEHIND_PREFIXES,
     holds=lambda step: _is_misaligned(step) and _is_all_temperature(step),
 )
 FILTER = SignatureCause(
@@ -186,7 +185,7 @@ TEMPERATURE = SignatureCause(
         f"whether it is a temperature in all steps. {NO_CORRECTION}"
     ),
     needs=("temperature_z", *_SLOPE, "logit_noise"),
-    instead=_BEHIND_PREFIXES | {"logit_noise": "logit_noise_most"},
+    substitutes=_BEHIND_PREFIXES | {"logit_noise": "logit_noise_most"},
     holds=_is_temperature,
 )
 
@@ -262,7 +261,7 @@ SIGNATURE_CAUSES = (
             "without entropies"
         ),
         needs=(*_Z, *_SLOPE),
-        instead=_BEHIND_PREFIXES,
+        substitutes=_BEHIND_PREFIXES,
         holds=lambda step: (
             _is_misaligned(step) and step["missing_mass"] < 0 and not _is_all_temperature(step)
         ),
@@ -297,7 +296,7 @@ SIGNATURE_CAUSES = (
         ),
         ("Compare the ids of the worst rows with the sampled ones: decode and encode, templates."),
         needs=("concentration", "logit_noise"),
-        instead={"logit_noise": "logit_noise_least"},
+        substitutes={"logit_noise": "logit_noise_least"},
         holds=lambda step: (
             step["concentration"] > BOUNDS.few_tokens and step["logit_noise"] > BOUNDS.implausible_noise
         ),
@@ -322,4 +321,4 @@ SIGNATURE_CAUSES = (
         holds=lambda step: step["noisiest_engine_z"] > BOUNDS.engine_z,
     ),
 )
-"""In the order in which they are asked."""
+"""In the order in which they are checked."""

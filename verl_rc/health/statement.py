@@ -34,8 +34,8 @@ class Statement:
     """Row of the decision table in docs/see_why.md; None outside it."""
 
     @property
-    def where(self) -> str:
-        """The steps it speaks of, in words."""
+    def step_range(self) -> str:
+        """The steps that the statement is about, in words."""
         if self.steps is None:
             return ""
         first, last = self.steps
@@ -45,8 +45,8 @@ class Statement:
     def text(self) -> str:
         """The whole statement in one line."""
         degree = f" ({self.confidence})" if self.confidence and self.level in ("fault", "notice") else ""
-        place = f" [{self.where}]" if self.where else ""
-        return f"{self.sentence}{degree}{place}"
+        steps = f" [{self.step_range}]" if self.step_range else ""
+        return f"{self.sentence}{degree}{steps}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the statement for machines; numbers that are not finite are None."""
@@ -71,8 +71,8 @@ def literal(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
-def say(
-    topic: Topic, cause: str, level: Level, template: str, evidence: Mapping[str, float], **further: Any
+def filled_statement(
+    topic: Topic, cause: str, level: Level, template: str, evidence: Mapping[str, float], **fields: Any
 ) -> Statement:
-    """A statement whose sentence is ``template`` filled with ``evidence``; ``further``: the other fields."""
-    return Statement(topic, cause, level, template.format(**evidence), dict(evidence), **further)
+    """A statement whose sentence is ``template`` filled with ``evidence``, and its other ``fields``."""
+    return Statement(topic, cause, level, template.format(**evidence), dict(evidence), **fields)

@@ -1,4 +1,4 @@
-"""``verl-rc convert``: token files of any trainer as one file of token records."""
+"""``verl-rc convert`` writes the token files of any trainer as one file of token records."""
 
 from itertools import chain
 from pathlib import Path
@@ -8,8 +8,8 @@ from verl_rc.data.token_record import VERSION_FACT
 from verl_rc.data.token_rows import rows_of
 from verl_rc.insight.run_folder import NothingToReadError, token_source
 
-_OF_A_STEP = ("step", "trainer", VERSION_FACT)
-"""Facts that the rows or the writer have."""
+_STEP_FACTS = ("step", "trainer", VERSION_FACT)
+"""Facts that are not the file's: rows have the step and the version, the writer adds the trainer."""
 
 
 def convert(path: Path, output: Path) -> list[str]:
@@ -25,7 +25,7 @@ def convert(path: Path, output: Path) -> list[str]:
     first = next(records, None)
     if first is None:
         raise NothingToReadError(f"{path} must hold token records that can be read. {' '.join(source.notes)}")
-    facts = {name: value for name, value in first.facts.items() if name not in _OF_A_STEP}
+    facts = {name: value for name, value in first.facts.items() if name not in _STEP_FACTS}
     rows = 0
     with TokenLines(output, source.trainer, **facts) as lines:
         for record in chain([first], records):

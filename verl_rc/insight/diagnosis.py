@@ -10,7 +10,7 @@ from verl_rc.insight.run_folder import ReplayedRecord, RunData, read_run
 from verl_rc.insight.run_folder.records import LARGEST_STEP
 from verl_rc.insight.verdict import judge
 from verl_rc.insight.verdict.gap import judge_gap
-from verl_rc.insight.verdict.signatures import Row
+from verl_rc.insight.verdict.signatures import CauseRow
 
 REPLAYS: Mapping[str, str] = {
     "R0": "the trainer twice, with its weights of the step, and against what it recorded: 2 forwards",
@@ -25,7 +25,7 @@ REPLAYS: Mapping[str, str] = {
     "R8": "the operation at which engine and trainer part: an engine's start and two of a trainer, for the "
     "last record alone",
 }
-"""What is built of the replays in docs/see_why.md, and what each costs for a record."""
+"""Replays of docs/see_why.md that ``verl-rc diagnose`` can make, and the cost of each for a record."""
 WITH_MODEL = (
     "--model FOLDER, the model that the run began with, scores its first recorded step again: up to three "
     "times the model's weights, seven forwards"
@@ -53,16 +53,16 @@ class DiagnosisRequest:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Causes of the gap, the first first, and what they rest on."""
+    """Causes of the gap, in the order in which to look at them, and the replays behind them."""
 
     statements: tuple[Statement, ...]
     replayed: tuple[ReplayedRecord, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Time of each replay."""
     notes: tuple[str, ...] = ()
-    """What was not replayed or asked, and why."""
-    rows: tuple[Row, ...] = ()
-    """Rows of the table of causes that signatures name, and which of them were asked."""
+    """What was not replayed or checked, and why."""
+    rows: tuple[CauseRow, ...] = ()
+    """Rows of the table of causes that invariants and signatures name, and which of them could be checked."""
 
     def lines(self) -> Iterator[str]:
         """For the console."""

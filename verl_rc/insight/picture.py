@@ -3,20 +3,19 @@
 import io
 import logging
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from verl_rc.insight.run_folder import RunData, Series, read_run
+from verl_rc.insight.verdict.learning import headline_validation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 PICTURE = "training_curves.png"
-_VALIDATION = re.compile(r"val-core/(.+)/(acc|reward)/mean@\d+")
 _SCORE = "critic/score/mean"
 _ESS = "rollout_corr/rollout_is_eff_sample_size"
 _GAP = "sync/rollout_gap_mean"
@@ -64,9 +63,8 @@ def draw_run(path: Path) -> Path:
 
 def write_picture(path: Path, inches: tuple[float, float], draw: "Callable[[Figure], None]") -> Path:
     """Write the figure of this size that ``draw`` fills; returns ``path``. No display is needed."""
-    logging.getLogger("matplotlib").setLevel(
-        logging.ERROR
-    )  # its remarks on folders and fonts change nothing in the picture
+    # Its remarks on folders and fonts change nothing in the picture.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     import matplotlib  # noqa: PLC0415  (a second, for which no run should wait before its end)
     from matplotlib.figure import Figure  # noqa: PLC0415  (as above)
 
@@ -81,8 +79,7 @@ def write_picture(path: Path, inches: tuple[float, float], draw: "Callable[[Figu
 
 def _draw(figure: "Figure", run: RunData) -> None:
     ((accuracy, reward), (ess, gap)) = figure.subplots(2, 2, sharex=True)
-    names = {name: match for name in run.series if (match := _VALIDATION.fullmatch(name))}
-    _draw_validation(accuracy, {(match[1], match[2]): run.get(name) for name, match in names.items()})
+    _draw_validation(accuracy, headline_validation(run))
     _draw_metric(reward, run.get(_SCORE), "Reward of the training samples", "mean score")
     if handles := reward.get_legend_handles_labels()[0]:
         reward.legend(handles=handles, loc="lower right")
@@ -108,7 +105,7 @@ def _draw_validation(panel: "Axes", validation: Mapping[tuple[str, str], Series]
         colour = COLOURS[index % len(COLOURS)]
         panel.plot(series.steps, series.values, color=colour, marker="o", markersize=5, label=source)
         if len(validation) == 1 and len(series):
-            _write_value(panel, series.steps[0], series.values[0], "below")
+            _write_value(panel, series.steps[0], series.values[0], is_below=True)
             _write_value(panel, series.steps[-1], series.values[-1])
     if quantity == "Accuracy":
         panel.set_ylim(0, 1.03)
@@ -135,9 +132,9 @@ def _draw_metric(panel: "Axes", series: Series, title: str, unit: str) -> None:
     _write_value(panel, series.steps[-1], means[-1])
 
 
-def _write_value(panel: "Axes", step: int, value: float, rise: Literal["below", "level"] = "level") -> None:
+def _write_value(panel: "Axes", step: int, value: float, is_below: bool = False) -> None:
     """Write a number to the right of a point, or to its lower right."""
-    offset, vertical = ((7, 0), "center") if rise == "level" else ((6, -4), "top")
+    offset, vertical = ((6, -4), "top") if is_below else ((7, 0), "center")
     panel.annotate(
         f"{value:.3g}",
         (step, value),

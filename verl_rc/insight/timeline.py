@@ -24,17 +24,17 @@ _WAIT = "gen"
 """The stage in which the driver waits for samples."""
 _WAITING_CALLS = ("generate", "submit")
 """Calls in which an engine's process may only wait for its own decoding, which it reports itself."""
-_STEPS_SHOWN = 6
-_PARTS_NAMED = 4
+_MOST_STEPS_DRAWN = 6
+_MOST_ACTIVITIES_NAMED = 4
 
 
 @dataclass(frozen=True)
 class Span:
-    """What a process did from ``begin`` to ``end``, in seconds since the trace began, by the driver's
+    """An activity of a process from ``begin`` to ``end``, in seconds since the trace began, by the driver's
     clock."""
 
-    who: str
-    what: str
+    process: str
+    activity: str
     begin: float
     end: float
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -44,8 +44,8 @@ class Span:
         """Seconds from begin to end."""
         return self.end - self.begin
 
-    def within(self, begin: float, end: float) -> "Span | None":
-        """Return its part from ``begin`` to ``end``; None: it has none."""
+    def part_within(self, begin: float, end: float) -> "Span | None":
+        """The part of the span from ``begin`` to ``end``; None where it lies outside."""
         if self.end <= begin or self.begin >= end:
             return None
         return replace(self, begin=max(self.begin, begin), end=min(self.end, end))
@@ -57,16 +57,15 @@ class Timeline:
 
     spans: Sequence[Span]
     steps: Mapping[int, Span]
-    """Every finished step by number; of a step that was done again after a resume, the last."""
+    """Every finished step by number; a step that was repeated after a resume counts as it was done last."""
 
     def between(self, first: int, last: int) -> "Timeline":
-        """The part from the beginning of step ``first`` to the end of step ``last``; spans that reach over
-        its edge are cut."""
+        """The part from the first to the last of these steps; spans are cut at its edges."""
         steps = {step: span for step, span in self.steps.items() if first <= step <= last}
         if not steps:
             raise ValueError(f"the trace has no step from {first} to {last}; it has {_range(self.steps)}.")
         begin, end = min(span.begin for span in steps.values()), max(span.end for span in steps.values())
-        return Timeline([part for span in self.spans if (part := span.within(begin, end))], steps)
+        return Timeline([part for span in self.spans if (part := span.part_within(begin, end))], steps)
 
 
 def read_timeline(folder: Path) -> Timeline:
@@ -88,43 +87,47 @@ def read_timeline(folder: Path) -> Timeline:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             form = '{"who": …, "what": …, "begin": …, "end": …}'
             raise ValueError(f"{path}, line {number} must be {form}: {error}.") from error
-    spans = sorted(_on_the_drivers_clock(spans), key=lambda span: span.begin)
-    steps = {span.facts["step"]: span for span in spans if span.what == STEP and "step" in span.facts}
+    spans = sorted(_by_driver_clock(spans), key=lambda span: span.begin)
+    steps = {span.facts["step"]: span for span in spans if span.activity == STEP and "step" in span.facts}
     if not steps:
         raise ValueError(f"{path} must hold at least one finished step; the run has finished none yet.")
-    decoding = {span.who for span in spans if span.what == "decode"}
+    decoding = {span.process for span in spans if span.activity == "decode"}
     spans = [
         span
         for span in spans
-        if span.what != STEP and not (span.who in decoding and span.what in _WAITING_CALLS)
+        if span.activity != STEP and not (span.process in decoding and span.activity in _WAITING_CALLS)
     ]
     return Timeline(spans, steps)
 
 
-def _on_the_drivers_clock(spans: Sequence[Span]) -> list[Span]:
+def _by_driver_clock(spans: Sequence[Span]) -> list[Span]:
     """The spans by the driver's clock, from 0 on."""
     start = min((span.facts.get("sent", span.begin) for span in spans), default=0.0)
     by_process: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
-        by_process[span.who].append(span)
+        by_process[span.process].append(span)
     offsets = {process: clock_offset(process_spans) for process, process_spans in by_process.items()}
     return [
-        replace(span, begin=span.begin - offsets[span.who] - start, end=span.end - offsets[span.who] - start)
+        replace(
+            span,
+            begin=span.begin - offsets[span.process] - start,
+            end=span.end - offsets[span.process] - start,
+        )
         for span in spans
     ]
 
 
 def clock_offset(spans: Iterable[Span]) -> float:
-    """Seconds that a process's clock is ahead of the driver's, as its calls show; 0 as far as they allow it.
+    """Seconds that a process's clock is ahead of the driver's; 0 where the process's calls allow 0.
 
     A call begins after the driver sent it and ends before the driver received its answer. So the offset lies
     between the largest end - received and the smallest begin - sent; the middle of that interval is taken
     when 0 is not in it.
     """
     calls = [(span, span.facts) for span in spans if "sent" in span.facts]
-    least = max((span.end - facts["received"] for span, facts in calls), default=0.0)
-    most = min((span.begin - facts["sent"] for span, facts in calls), default=0.0)
-    return 0.0 if least <= 0 <= most else (least + most) / 2
+    lower = max((span.end - facts["received"] for span, facts in calls), default=0.0)
+    upper = min((span.begin - facts["sent"] for span, facts in calls), default=0.0)
+    return 0.0 if lower <= 0 <= upper else (lower + upper) / 2
 
 
 def describe(timeline: Timeline) -> str:
@@ -136,13 +139,13 @@ def describe(timeline: Timeline) -> str:
     by_role: dict[str, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for step in timeline.steps.values():
         for span in timeline.spans:
-            if part := span.within(step.begin, step.end):
-                by_role[_role(span.who)][span.who].append(part)
-    lines += [_describe_role(role, by_role[role], total) for role in sorted(by_role, key=_rank)][:6]
+            if part := span.part_within(step.begin, step.end):
+                by_role[_role(span.process)][span.process].append(part)
+    lines += [_describe_role(role, by_role[role], total) for role in sorted(by_role, key=_display_order)][:6]
     waits = sorted(_waits(timeline), key=lambda wait: -wait[0])
     if waits:
         sentences = (
-            f"{seconds:.2f} s in step {step}{_groups(numbers)}" for seconds, step, numbers in waits[:3]
+            f"{seconds:.2f} s in step {step}{_group_numbers(numbers)}" for seconds, step, numbers in waits[:3]
         )
         lines.append("longest waits for samples: " + "; ".join(sentences))
     return "".join(f"{line}\n" for line in lines)
@@ -151,17 +154,16 @@ def describe(timeline: Timeline) -> str:
 def _waits(timeline: Timeline) -> list[tuple[float, int, list[int]]]:
     """Seconds for which the driver waited for samples in a step, the step, and the numbers of the groups it
     waited for last."""
+    driver_waits = [span for span in timeline.spans if (span.process, span.activity) == (_DRIVER, _WAIT)]
     waits = []
     for number, step in timeline.steps.items():
-        driver_waits = [span for span in timeline.spans if (span.who, span.what) == (_DRIVER, _WAIT)]
-        if inside := [span for span in driver_waits if span.within(step.begin, step.end)]:
-            waits.append(
-                (sum(span.seconds for span in inside), number, list(inside[-1].facts.get("numbers", [])))
-            )
+        if spans := [span for span in driver_waits if span.part_within(step.begin, step.end)]:
+            seconds = sum(span.seconds for span in spans)
+            waits.append((seconds, number, list(spans[-1].facts.get("numbers", []))))
     return waits
 
 
-def _groups(numbers: Sequence[int]) -> str:
+def _group_numbers(numbers: Sequence[int]) -> str:
     return f", group{'s' * (len(numbers) > 1)} {_range(numbers)}" if numbers else ""
 
 
@@ -169,12 +171,12 @@ def _describe_role(role: str, processes: Mapping[str, Sequence[Span]], total: fl
     """Shares of the steps' time, the mean over the role's processes."""
     shares: dict[str, float] = defaultdict(float)
     for spans in processes.values():
-        for activity in {span.what for span in spans}:
+        for activity in {span.activity for span in spans}:
             shares[activity] += (
-                _covered(span for span in spans if span.what == activity) / total / len(processes)
+                _covered(span for span in spans if span.activity == activity) / total / len(processes)
             )
     busy = sum(_covered(spans) for spans in processes.values()) / total / len(processes)
-    parts = sorted(shares.items(), key=lambda item: -item[1])[:_PARTS_NAMED]
+    parts = sorted(shares.items(), key=lambda item: -item[1])[:_MOST_ACTIVITIES_NAMED]
     name = role if len(processes) == 1 else f"{role} (mean of {len(processes)})"
     return f"{name}: {busy:.0%} of the time; " + ", ".join(
         f"{activity} {share:.0%}" for activity, share in parts
@@ -183,10 +185,10 @@ def _describe_role(role: str, processes: Mapping[str, Sequence[Span]], total: fl
 
 def _covered(spans: Iterable[Span]) -> float:
     """Seconds that are covered by at least one of the spans."""
-    covered, reached = 0.0, -math.inf
+    covered, latest_end = 0.0, -math.inf
     for span in sorted(spans, key=lambda span: span.begin):
-        covered += max(0.0, span.end - max(span.begin, reached))
-        reached = max(reached, span.end)
+        covered += max(0.0, span.end - max(span.begin, latest_end))
+        latest_end = max(latest_end, span.end)
     return covered
 
 
@@ -194,8 +196,8 @@ def _role(process: str) -> str:
     return re.sub(r" \d+$", "", process)
 
 
-def _rank(process: str) -> tuple[int, str, int]:
-    """Engines above, then the driver, then trainer ranks and others, each by number."""
+def _display_order(process: str) -> tuple[int, str, int]:
+    """Sort key: engines, then the driver, then trainer ranks and other processes, each by number."""
     match = re.search(r" (\d+)$", process)
     place = 0 if "engine" in process else 1 if process == _DRIVER else 2
     return place, _role(process), int(match[1]) if match else 0
@@ -207,16 +209,17 @@ def _range(numbers: Collection[int]) -> str:
 
 def write_perfetto(timeline: Timeline, folder: Path) -> Path:
     """Write all spans in the Trace Event format of Chrome, which Perfetto opens; returns the file."""
-    names = sorted({span.who for span in timeline.spans}, key=_rank)
+    names = sorted({span.process for span in timeline.spans}, key=_display_order)
     rows = {name: row for row, name in enumerate(["steps", *names])}
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 1, "tid": row, "args": {"name": name}}
         for name, row in rows.items()
     ]
-    steps = [(0, replace(span, what=f"step {number}")) for number, span in timeline.steps.items()]
-    for row, span in [*steps, *((rows[span.who], span) for span in timeline.spans)]:
+    steps = [(0, replace(span, activity=f"step {number}")) for number, span in timeline.steps.items()]
+    for row, span in [*steps, *((rows[span.process], span) for span in timeline.spans)]:
         times = {"ts": span.begin * 1e6, "dur": span.seconds * 1e6}
-        events.append({"ph": "X", "name": span.what, "pid": 1, "tid": row, **times, "args": dict(span.facts)})
+        event = {"ph": "X", "name": span.activity, "pid": 1, "tid": row, **times, "args": dict(span.facts)}
+        events.append(event)
     path = folder / PERFETTO_FILE
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
     return path
@@ -225,7 +228,7 @@ def write_perfetto(timeline: Timeline, folder: Path) -> Path:
 def draw_timeline(timeline: Timeline, folder: Path) -> Path:
     """Draw one row per process, engines above the driver above the ranks; waits for samples are hatched.
     Returns the file."""
-    names = sorted({span.who for span in timeline.spans}, key=_rank)
+    names = sorted({span.process for span in timeline.spans}, key=_display_order)
     draw = partial(_draw_rows, timeline=timeline, names=names)
     return write_picture(folder / PICTURE_FILE, (11, 1.6 + 0.5 * len(names)), draw)
 
@@ -234,7 +237,7 @@ def _draw_rows(figure: "Figure", timeline: Timeline, names: Sequence[str]) -> No
     axes = figure.subplots()
     seconds: dict[str, float] = defaultdict(float)
     for span in timeline.spans:
-        seconds[span.what] += span.seconds
+        seconds[span.activity] += span.seconds
     longest = sorted(seconds, key=lambda activity: -seconds[activity])
     colours = {activity: COLOURS[index % len(COLOURS)] for index, activity in enumerate(longest)}
     for row, name in enumerate(names):
@@ -242,13 +245,17 @@ def _draw_rows(figure: "Figure", timeline: Timeline, names: Sequence[str]) -> No
             bars = [
                 (span.begin, span.seconds)
                 for span in timeline.spans
-                if (span.who, span.what) == (name, activity)
+                if (span.process, span.activity) == (name, activity)
             ]
-            wait = (name, activity) == (_DRIVER, _WAIT)
-            look: dict[str, Any] = (
-                {"facecolor": "none", "hatch": "////"} if wait else {"facecolor": colours[activity]}
+            is_wait = (name, activity) == (_DRIVER, _WAIT)
+            axes.broken_barh(
+                bars,
+                (row - 0.4, 0.8),
+                edgecolor=colours[activity],
+                facecolor="none" if is_wait else colours[activity],
+                hatch="////" if is_wait else None,
+                linewidth=0.5,
             )
-            axes.broken_barh(bars, (row - 0.4, 0.8), edgecolor=colours[activity], linewidth=0.5, **look)
     for activity in longest[: len(COLOURS)]:
         axes.plot([], [], color=colours[activity], linewidth=6, label=activity)
     for number, span in timeline.steps.items():
@@ -274,9 +281,9 @@ def write_timeline(folder: Path, steps: tuple[int, int] | None = None) -> str:
     None: the last six steps are drawn, and all are described. Raises ``ValueError`` when there is no trace or
     no such step.
     """
-    whole = read_timeline(folder)
-    newest = max(whole.steps)
-    part = whole.between(*(steps or (min(whole.steps), newest)))
-    picture_part = part if steps else whole.between(newest + 1 - _STEPS_SHOWN, newest)
-    files = [write_perfetto(whole, folder), draw_timeline(picture_part, folder)]
-    return describe(part) + "".join(f"{path}\n" for path in files)
+    timeline = read_timeline(folder)
+    newest = max(timeline.steps)
+    described = timeline.between(*(steps or (min(timeline.steps), newest)))
+    drawn = described if steps else timeline.between(newest + 1 - _MOST_STEPS_DRAWN, newest)
+    files = [write_perfetto(timeline, folder), draw_timeline(drawn, folder)]
+    return describe(described) + "".join(f"{path}\n" for path in files)

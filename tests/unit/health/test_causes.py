@@ -12,7 +12,14 @@ from planted_series import SIGNS as HEALTHY
 
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.health.cause_table import CAUSES
-from verl_rc.health.causes import PREFIX, SIGNATURES, JudgedCauses, cause_of, judge_causes, statement_of
+from verl_rc.health.causes import (
+    PREFIX,
+    SIGNATURE_METRICS,
+    CauseJudgement,
+    cause_of,
+    judge_causes,
+    signature_statement,
+)
 from verl_rc.health.ranges import CauseEpisode, CauseHistory
 from verl_rc.health.signature_causes import OTHER_TOKENS, SIGNATURE_CAUSES
 from verl_rc.insight.verdict.gap import judge_gap
@@ -70,7 +77,7 @@ def test_what_is_named_without_entropies(changed: dict[str, float], name: str | 
     cause = cause_of(NO_ENTROPIES | changed)
     assert (cause and cause.name) == name
     if cause is not None:
-        said = statement_of(cause, [NO_ENTROPIES | changed], 1.0)
+        said = signature_statement(cause, [NO_ENTROPIES | changed], 1.0)
         assert said.confidence == ("named" if cause.is_specific else "likely")
 
 
@@ -85,7 +92,7 @@ def test_a_name_leads_to_the_first_of_its_rows() -> None:
 )
 def test_other_tokens_without_entropies_are_no_temperature(behind: dict[str, float], holds: bool) -> None:
     (rule,) = [one for one in SIGNATURE_CAUSES if one.name == OTHER_TOKENS.name and one is not OTHER_TOKENS]
-    seen = rule.seen_in(NO_ENTROPIES | MORE_MASS | behind)
+    seen = rule.evidence_in(NO_ENTROPIES | MORE_MASS | behind)
     assert seen is not None
     assert rule.holds(seen) is holds
     assert "R² ≤ 0.9 or slope ≥ 0.9" in rule.condition
@@ -127,8 +134,8 @@ def test_every_cause_is_planted_and_healthy_is_silent() -> None:
     named |= {cause_of(NO_ENTROPIES | changed) for changed, _ in PLANTED_WITHOUT_ENTROPIES}
     assert named == {*SIGNATURE_CAUSES, None}
     assert row_of({}) is None
-    assert all(CATALOG.find(f"{PREFIX}{name}") is not None for name in SIGNATURES)
-    assert set(SIGNATURES) == {*HEALTHY, *NO_ENTROPIES, *BEHIND_PREFIXES}
+    assert all(CATALOG.find(f"{PREFIX}{name}") is not None for name in SIGNATURE_METRICS)
+    assert set(SIGNATURE_METRICS) == {*HEALTHY, *NO_ENTROPIES, *BEHIND_PREFIXES}
 
 
 @pytest.mark.parametrize(
@@ -185,7 +192,7 @@ def test_sentences_name_the_temperature_and_the_kept_mass() -> None:
     steps = [HEALTHY | COOLER | {"temperature_slope": slope} for slope in (-0.1, -1 / 9, -0.2)]
     cause = cause_of(steps[0])
     assert cause is not None
-    said = statement_of(cause, steps, temperature=1.0, steps=(3, 5))
+    said = signature_statement(cause, steps, temperature=1.0, steps=(3, 5))
     assert said.text == (
         "The engine samples at temperature 0.90, the trainer scores at 1.00: slope -0.111, which explains "
         "97% of the gap (named) [steps 3 to 5]"
@@ -194,15 +201,15 @@ def test_sentences_name_the_temperature_and_the_kept_mass() -> None:
     assert raw is not None
     assert (
         "samples at temperature 0.70 and reports log-probs at 1.00"
-        in statement_of(raw, [HEALTHY | RAW], 0.7).sentence
+        in signature_statement(raw, [HEALTHY | RAW], 0.7).sentence
     )
     dropped = cause_of(HEALTHY | FILTER)
     assert dropped is not None
-    assert "96.2%" in statement_of(dropped, [HEALTHY | FILTER], 1.0).text
+    assert "96.2%" in signature_statement(dropped, [HEALTHY | FILTER], 1.0).text
     for row, changed in PLANTED.items():
         found = cause_of(HEALTHY | changed)
         assert found is not None
-        assert (found.row, statement_of(found, [HEALTHY | changed], 1.0).level) == (row, "fault")
+        assert (found.row, signature_statement(found, [HEALTHY | changed], 1.0).level) == (row, "fault")
 
 
 # ---- While a run trains.
@@ -210,15 +217,15 @@ def test_sentences_name_the_temperature_and_the_kept_mass() -> None:
 
 def follow(steps: list[dict[str, float]], temperature: float = 1.0) -> list[dict[str, str]]:
     """What is said in each step; the floor comes from the run itself."""
-    history, said = CauseHistory(), []
+    history, texts = CauseHistory(), []
     for step, changed in enumerate(steps, 1):
         metrics = {f"{PREFIX}{name}": value for name, value in (HEALTHY | changed).items()}
         judged = judge_causes(metrics, step, history, temperature)
         history = judged.history
         assert judged.has_cause == any(one.is_told and one.last == step for one in history.episodes.values())
         assert judged.metrics["alerts/cause"] == judged.has_cause
-        said.append({name: one.text for name, one in judged.messages.items()})
-    return said
+        texts.append({name: message.text for name, message in judged.messages.items()})
+    return texts
 
 
 def test_a_cause_is_said_in_its_second_step_once_and_again_when_it_has_ended() -> None:
@@ -249,7 +256,7 @@ def test_the_report_says_what_the_alert_said() -> None:
 
 def test_single_steps_say_nothing() -> None:
     said = follow([COOLER, {}, COOLER, {}, {}, {}, {}, FILTER, COOLER, FILTER])
-    assert not any(text for texts in said for text in texts.values())
+    assert not any(said)
 
 
 def test_the_floor_is_that_of_the_first_two_steps() -> None:
@@ -257,7 +264,7 @@ def test_the_floor_is_that_of_the_first_two_steps() -> None:
     judged = judge_causes(metrics, 2, CauseHistory(first_noise=(0.02,)), 1.0)
     assert judged.metrics[f"{PREFIX}logit_noise_floor"] == pytest.approx(0.03)
     without = judge_causes({f"{PREFIX}logit_noise": 9.0}, 2, CauseHistory(), 1.0)  # no signatures
-    assert without == JudgedCauses(CauseHistory())
+    assert without == CauseJudgement(CauseHistory())
     later = judge_causes({**metrics, f"{PREFIX}logit_noise": 9.0}, 3, judged.history, 1.0)
     assert later.history.first_noise == (0.02, 0.04)
 

@@ -4,12 +4,14 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 from built_wheel import Environment, build_wheel
 from planted_series import COOLER, SIGNS, healthy, write_run
 from recorded_tokens import token_record, write_tokens
+from small_runs import ROOT
 
 NAMED = "The engine samples at temperature 0.90"
 TORCH_OF_TODAY = os.environ.get("VERL_RC_TEST_TORCH", "torch")
@@ -28,6 +30,13 @@ assert "tensordict" not in sys.modules
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+def test_the_wheel_has_every_file_of_the_page(wheel: Path) -> None:
+    folder = "verl_rc/insight/page/assets"
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {Path(name).name: archive.read(name) for name in archive.namelist() if folder in name}
+    assert packed == {path.name: path.read_bytes() for path in (ROOT / folder).iterdir()}
 
 
 def planted_run(folder: Path) -> Path:

@@ -63,7 +63,7 @@ def test_shares_of_the_steps_time_and_the_longest_waits(tmp_path):
 
 
 def test_spans_of_another_host_are_on_the_drivers_clock(tmp_path):
-    spans = [span for span in read_timeline(write_trace(tmp_path)).spans if span.what == "decode"]
+    spans = [span for span in read_timeline(write_trace(tmp_path)).spans if span.activity == "decode"]
     # The trace begins at 990, when the engine's start was sent; step 1 begins 10 s later, and sampling 1 s
     # after that.
     assert [(span.begin, span.end) for span in spans] == [(11.0, 14.0), (21.0, 24.0)]
@@ -94,7 +94,7 @@ def test_a_clocks_offset_is_found_as_exactly_as_the_fastest_calls_allow(offset, 
 
 
 def test_a_process_on_the_drivers_host_is_not_moved(tmp_path):
-    spans = [span for span in read_timeline(write_trace(tmp_path)).spans if span.who == "trainer rank 0"]
+    spans = [span for span in read_timeline(write_trace(tmp_path)).spans if span.process == "trainer rank 0"]
     assert [span.begin for span in spans] == [14.0, 22.0]
 
 

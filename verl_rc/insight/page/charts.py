@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from verl_rc.insight.run_folder import RunData, Series
-from verl_rc.insight.verdict.correction import half_life
+from verl_rc.insight.verdict.correction import half_ess_length
 from verl_rc.insight.verdict.gap_series import missing_mass, z_of_mean_ratio
 from verl_rc.metrics.catalog import CATALOG
 
@@ -125,7 +125,7 @@ PANELS: dict[str, tuple[str, tuple[ChartSpec, ...]]] = {
             ChartSpec(
                 "Length at which weights of whole rows lose half the sample",
                 ("response_length/mean", "response_length/max"),
-                derived=("ln 2 / (2 k3)", "tokens", half_life),
+                derived=("ln 2 / (2 k3)", "tokens", half_ess_length),
             ),
             ChartSpec(
                 "Weights",

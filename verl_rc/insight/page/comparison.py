@@ -9,8 +9,8 @@ from itertools import combinations
 from verl_rc.insight.page.tables import differing_settings
 from verl_rc.insight.page.text import escaped, number, table
 from verl_rc.insight.run_folder import RunData, Series
-from verl_rc.insight.verdict.estimates import Mean, bootstrap_interval, last_part, mean_of
-from verl_rc.insight.verdict.learning import validation
+from verl_rc.insight.verdict.estimates import Mean, bootstrap_interval, last_tenth, mean_of
+from verl_rc.insight.verdict.learning import source_validation
 
 MOST_RUNS = 12
 _COMPARED = (
@@ -47,7 +47,7 @@ _WINDOWS, _FEWEST_OF_WINDOW = 20, 8
 
 def comparison_panel(runs: Sequence[RunData]) -> str:
     """Tables of several runs; a run on its own proves nothing about a difference, and the panel says so."""
-    compared = [(name, [mean_of(last_part(run.get(name))) for run in runs]) for name in _COMPARED]
+    compared = [(name, [mean_of(last_tenth(run.get(name))) for run in runs]) for name in _COMPARED]
     rows = [(escaped(name), *map(_cell, means)) for name, means in compared if any(means)]
     rows += _validation_rows(runs)
     head = ("last tenth", *(escaped(run.name) for run in runs))
@@ -72,7 +72,7 @@ def _cell(mean: Mean | None) -> str:
 
 def _validation_rows(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
     """The last validation of each source."""
-    by_run = [dict(validation(run)) for run in runs]
+    by_run = [dict(source_validation(run)) for run in runs]
     names = sorted({name for sources in by_run for name in sources})
     return [
         (
@@ -116,9 +116,9 @@ def _seed_table(groups: Sequence[Sequence[RunData]]) -> str:
 
 def _ends(run: RunData) -> dict[str, float]:
     """Where a run ended: means of last tenths, and the last validation of each source."""
-    means = {name: mean_of(last_part(run.get(name))) for name in _COMPARED}
+    means = {name: mean_of(last_tenth(run.get(name))) for name in _COMPARED}
     ends = {name: mean.value for name, mean in means.items() if mean is not None}
-    return ends | {f"validation {name}": series.values[-1] for name, series in validation(run)}
+    return ends | {f"validation {name}": series.values[-1] for name, series in source_validation(run)}
 
 
 def _in_all(ends: Sequence[Mapping[str, float]]) -> list[str]:

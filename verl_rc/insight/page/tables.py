@@ -11,7 +11,7 @@ from verl_rc.insight.page.sparkline import sparkline
 from verl_rc.insight.page.text import escaped, listed, number, shortened, table
 from verl_rc.insight.run_folder import Part, RunData, SavedSample
 from verl_rc.insight.verdict import Statement, Verdict
-from verl_rc.insight.verdict.estimates import last_part, mean_of
+from verl_rc.insight.verdict.estimates import last_tenth, mean_of
 from verl_rc.metrics.catalog import CATALOG
 
 PANEL_OF_TOPIC = {"learning": "learning", "gap": "correction", "correction": "correction", "speed": "time"}
@@ -50,7 +50,7 @@ def doctor_panel(run: RunData, verdict: Verdict) -> str:
             escaped(statement.cause),
             escaped(statement.confidence or statement.level),
             _evidence(statement.evidence),
-            escaped(statement.where),
+            escaped(statement.step_range),
             escaped(statement.next_test),
         )
         for statement in verdict.statements
@@ -211,7 +211,7 @@ def metrics_panel(run: RunData) -> str:
     rows = []
     for name in sorted(run.series):
         finite, entry = run.get(name), CATALOG.find(name)
-        last = mean_of(last_part(finite))
+        last = mean_of(last_tenth(finite))
         healthy = "" if entry is None else entry.healthy_in_words
         left_out = len(run.series[name]) - len(finite)
         rows.append(

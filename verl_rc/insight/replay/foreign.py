@@ -21,7 +21,7 @@ from verl_rc.config.models import torch_name
 from verl_rc.data.token_record import PROMPTS, Array, TokenRecord
 from verl_rc.data.token_rows import record_of_rows, rows_of
 from verl_rc.health.cause_table import CAUSES
-from verl_rc.health.causes import PREFIX, cause_of, statement_of
+from verl_rc.health.causes import PREFIX, cause_of, signature_statement
 from verl_rc.health.statement import Statement
 from verl_rc.insight.diagnosis import Diagnosis, DiagnosisRequest, diagnosis_of
 from verl_rc.insight.replay.mistakes import Mistakes, wrong_prompts
@@ -330,4 +330,4 @@ def _with_filled(
     if cause is None or any(fault.is_specific for fault in faults):
         return tuple(statements)
     steps = (filled.step, filled.step)
-    return (replace(statement_of(cause, [metrics], policies.temperature, steps), confidence="likely"),)
+    return (replace(signature_statement(cause, [metrics], policies.temperature, steps), confidence="likely"),)

@@ -3,9 +3,9 @@ fail."""
 
 import math
 
-from verl_rc.health.statement import Statement, literal, say
+from verl_rc.health.statement import Statement, filled_statement, literal
 from verl_rc.insight.run_folder import RunData, Series
-from verl_rc.insight.verdict.estimates import last_mean, last_part, lasting, mean_of
+from verl_rc.insight.verdict.estimates import confirm, last_mean, last_tenth, mean_of
 from verl_rc.metrics.catalog import describe
 
 ESS = "rollout_corr/rollout_is_eff_sample_size"
@@ -24,7 +24,7 @@ def judge_correction(run: RunData) -> list[Statement]:
     return [*_low_ess(run), *_rejected(run), *_heavy_tail(run)] or [_cost(run)]
 
 
-def half_life(run: RunData) -> Series:
+def half_ess_length(run: RunData) -> Series:
     """Return by step the length at which the product of a row's ratios halves the effective sample size: ln 2
     / (2 k3) tokens."""
     k3 = run.get("rollout_corr/k3_kl").by_step()
@@ -39,35 +39,32 @@ def _low_ess(run: RunData) -> list[Statement]:
     ess = last_mean(run, ESS)
     if ess is None or ess.value >= LOW_ESS:
         return []
-    _, first, last = lasting(run.get(ESS), lambda value: value < LOW_ESS)
+    low = confirm(run.get(ESS), lambda value: value < LOW_ESS)
     evidence = {"ess": ess.value}
     template = "The weights leave {ess:.0%} of the batch"
-    half, length = mean_of(last_part(half_life(run))), last_mean(run, "response_length/mean")
-    too_long = (
-        half is not None
-        and length is not None
-        and length.value > half.value
-        and _level(run) in ("sequence", "")
-    )
-    if half is not None and length is not None and too_long:
+    half, length = mean_of(last_tenth(half_ess_length(run))), last_mean(run, "response_length/mean")
+    is_too_long = False
+    if half is not None and length is not None and _level(run) in ("sequence", ""):
+        is_too_long = length.value > half.value
+    if half is not None and length is not None and is_too_long:
         evidence |= {"half": half.value, "length": length.value}
         template += (
             "; with this gap, weights of whole rows lose half of it at {half:.2g} tokens, and responses have "
             "{length:.0f}"
         )
     return [
-        say(
+        filled_statement(
             "correction",
             "weights waste the batch",
             "fault" if ess.value < LOW_ESS / 2 else "notice",
             template,
             evidence,
-            confidence="named" if first >= 0 else "likely",
-            steps=(first, last) if first >= 0 else ess.steps,
+            confidence="named" if low else "likely",
+            steps=low.steps if low else ess.steps,
             next_test="Weigh tokens instead of rows."
-            if too_long
+            if is_too_long
             else "Close the gap first; then lower the cap of the weights.",
-            overrides=(f"{_SECTION}.rollout_is=token",) if too_long else (),
+            overrides=(f"{_SECTION}.rollout_is=token",) if is_too_long else (),
         )
     ]
 
@@ -80,7 +77,7 @@ def _rejected(run: RunData) -> list[Statement]:
         name.removeprefix("rollout_corr/rollout_rs_").removesuffix("_masked_fraction"): mean.value
         for name, series in run.matching("rollout_corr/rollout_rs_", "_masked_fraction")
         if not name.endswith(("_seq_masked_fraction", "rollout_rs_masked_fraction"))
-        and (mean := mean_of(last_part(series)))
+        and (mean := mean_of(last_tenth(series)))
     }
     evidence = {"rejected": rejected.value}
     template = "{rejected:.0%} of the tokens are rejected"
@@ -88,15 +85,13 @@ def _rejected(run: RunData) -> list[Statement]:
         worst = max(rules, key=lambda rule: rules[rule])
         evidence["worst"] = rules[worst]
         template += f", {{worst:.0%}} by {literal(worst)}"
-    kept, dropped = (
-        last_mean(run, "rollout_corr/kept_score_mean"),
-        last_mean(run, "rollout_corr/rejected_score_mean"),
-    )
-    if kept is not None and dropped is not None:
-        evidence |= {"kept": kept.value, "dropped": dropped.value}
-        template += "; rejected rows score {dropped:.3g}, kept ones {kept:.3g}"
+    kept_score = last_mean(run, "rollout_corr/kept_score_mean")
+    rejected_score = last_mean(run, "rollout_corr/rejected_score_mean")
+    if kept_score is not None and rejected_score is not None:
+        evidence |= {"kept_score": kept_score.value, "rejected_score": rejected_score.value}
+        template += "; rejected rows score {rejected_score:.3g}, kept ones {kept_score:.3g}"
     return [
-        say(
+        filled_statement(
             "correction",
             "much is rejected",
             "notice",
@@ -116,7 +111,7 @@ def _heavy_tail(run: RunData) -> list[Statement]:
     if tail is None or tail.value <= HEAVY_TAIL:
         return []
     return [
-        say(
+        filled_statement(
             "correction",
             "few weights decide",
             "notice",
@@ -132,7 +127,7 @@ def _heavy_tail(run: RunData) -> list[Statement]:
 
 def _cost(run: RunData) -> Statement:
     ess = last_mean(run, ESS)
-    half, length = mean_of(last_part(half_life(run))), last_mean(run, "response_length/mean")
+    half, length = mean_of(last_tenth(half_ess_length(run))), last_mean(run, "response_length/mean")
     evidence: dict[str, float] = {}
     reach = ""
     if half is not None and length is not None:
@@ -144,8 +139,8 @@ def _cost(run: RunData) -> Statement:
     if ess is None:
         if half is None:
             sentence = "The correction cannot be told: neither weights nor rollout_corr/k3_kl were logged"
-            return say("correction", "not measured", "unknown", sentence, {})
-        return say(
+            return filled_statement("correction", "not measured", "unknown", sentence, {})
+        return filled_statement(
             "correction", "measures only", "good", "Nothing is weighted" + reach, evidence, steps=half.steps
         )
     rejected = last_mean(run, _REJECTED)
@@ -158,4 +153,4 @@ def _cost(run: RunData) -> Statement:
     if rejected is not None:
         evidence["rejected"] = rejected.value
         template += ", {rejected:.1%} of the tokens are rejected"
-    return say("correction", "cheap", "good", template + reach, evidence, steps=ess.steps)
+    return filled_statement("correction", "cheap", "good", template + reach, evidence, steps=ess.steps)

@@ -1,5 +1,5 @@
-"""Numbers that verdicts rest on: means with intervals, trends, straight lines, what lasts. Pure; nothing
-depends on chance."""
+"""Numbers that verdicts rest on: means with intervals, trends, straight lines, confirmed conditions. Pure;
+the same series gives the same numbers."""
 
 import math
 import random
@@ -53,37 +53,37 @@ def bootstrap_interval(values: Sequence[float]) -> tuple[float, float] | None:
     bounds = [len(values) * i // blocks for i in range(blocks + 1)]
     sums = [math.fsum(values[a:b]) for a, b in pairwise(bounds)]
     sizes = [b - a for a, b in pairwise(bounds)]
-    chance = random.Random(len(values))  # the same page from the same run
+    generator = random.Random(len(values))  # the same run gives the same page
     means = []
     for _ in range(_DRAWS):
-        block_numbers = chance.choices(range(blocks), k=blocks)
+        block_numbers = generator.choices(range(blocks), k=blocks)
         means.append(sum(sums[i] for i in block_numbers) / sum(sizes[i] for i in block_numbers))
     means.sort()
     tail = round(_DRAWS * (1 - CONFIDENCE) / 2)
     return means[tail], means[-1 - tail]
 
 
-def first_part(series: Series, share: float = 0.1) -> Series:
+def first_tenth(series: Series) -> Series:
     """The first tenth of a series, at least four steps; a third of a short one, at least one step."""
-    size = _part_size(len(series), share)
+    size = _tenth_size(len(series))
     return Series(series.steps[:size], series.values[:size])
 
 
-def last_part(series: Series, share: float = 0.1) -> Series:
+def last_tenth(series: Series) -> Series:
     """The last tenth of a series, at least four steps; a third of a short one, at least one step."""
-    start = len(series) - _part_size(len(series), share)
+    start = len(series) - _tenth_size(len(series))
     return Series(series.steps[start:], series.values[start:])
 
 
 def last_mean(run: RunData, name: str) -> Mean | None:
-    """The mean of the last part of a metric; None where it was not logged."""
-    return mean_of(last_part(run.get(name)))
+    """The mean of the last tenth of a metric; None where it was not logged."""
+    return mean_of(last_tenth(run.get(name)))
 
 
-def _part_size(length: int, share: float) -> int:
+def _tenth_size(length: int) -> int:
     if length < FEWEST_FOR_TREND:
         return min(length, max(1, length // 3))
-    return max(_FEWEST_FOR_INTERVAL, math.ceil(length * share))
+    return max(_FEWEST_FOR_INTERVAL, math.ceil(length * 0.1))
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def change_of(series: Series) -> Change | None:
     """The change over a series; None where it is too short to tell one."""
     if len(series) < FEWEST_FOR_TREND:
         return None
-    first, last = mean_of(first_part(series)), mean_of(last_part(series))
+    first, last = mean_of(first_tenth(series)), mean_of(last_tenth(series))
     return None if first is None or last is None else Change(first, last)
 
 
@@ -137,19 +137,27 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> Line | None:
 
 
 def mapped(series: Series, function: Callable[[float], float]) -> Series:
-    """The series with each value replaced."""
+    """The series with ``function`` of each value."""
     return Series(series.steps, [function(value) for value in series.values])
 
 
-def lasting(series: Series, holds: Callable[[float], bool]) -> tuple[int, int, int]:
-    """(steps at which a condition holds, first step of a pair of neighbours at which it does, last such
-    step); -1: no pair.
+@dataclass(frozen=True)
+class Confirmation:
+    """A condition that holds at two neighbouring steps of a series."""
 
-    A rule that speaks must hold on two recorded steps in a row: a heavy tail alone reaches any bound once in
-    a long run.
+    steps: tuple[int, int]
+    """The first step of the first such pair, and the last step of the last one."""
+    count: int
+    """Steps of the series at which the condition holds, neighbours or not."""
+
+
+def confirm(series: Series, condition: Callable[[float], bool]) -> Confirmation | None:
+    """Where a condition on values holds at two recorded steps in a row; None: nowhere.
+
+    One step proves nothing: in a long run, a heavy tail alone reaches any bound once.
     """
-    is_held = [holds(value) for value in series.values]
-    pairs = [i for i in range(len(is_held) - 1) if is_held[i] and is_held[i + 1]]
+    holds = [condition(value) for value in series.values]
+    pairs = [i for i, pair in enumerate(pairwise(holds)) if all(pair)]
     if not pairs:
-        return sum(is_held), -1, -1
-    return sum(is_held), series.steps[pairs[0]], series.steps[pairs[-1] + 1]
+        return None
+    return Confirmation((series.steps[pairs[0]], series.steps[pairs[-1] + 1]), sum(holds))

@@ -1,5 +1,4 @@
-"""The gap between engine and trainer: the rows of the decision table that metrics alone can speak to, in its
-order.
+"""The gap between engine and trainer: the causes that metrics alone can name, in the order of the table.
 
 k1 and k3 are ``rollout_corr/kl`` and ``rollout_corr/k3_kl``. If the tokens were drawn from the policy that
 the engine reports, the mean ratio 1 - k1 + k3 is 1 however large the gap is. sqrt(k3) is the size of the gap,
@@ -15,17 +14,17 @@ from itertools import pairwise
 from verl_rc.config.async_training import NEEDS_ASYNCHRONY, AsyncTrainingConfig
 from verl_rc.config.models import torch_name
 from verl_rc.health import cause_table as table
-from verl_rc.health.causes import PREFIX, statement_from
+from verl_rc.health.causes import PREFIX, cause_statement
 from verl_rc.health.signature_causes import RAW_LOG_PROBS
-from verl_rc.health.statement import Confidence, Statement, literal, say
+from verl_rc.health.statement import Confidence, Statement, filled_statement, literal
 from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.verdict.estimates import (
     FEWEST_FOR_TREND,
     LINEAR,
     Line,
+    confirm,
     fit_line,
-    last_part,
-    lasting,
+    last_tenth,
     mean_of,
 )
 from verl_rc.insight.verdict.gap_series import (
@@ -39,8 +38,8 @@ from verl_rc.insight.verdict.gap_series import (
     policy_distance,
 )
 from verl_rc.insight.verdict.invariants import invariant_causes
-from verl_rc.insight.verdict.missing_mass import missing_mass
-from verl_rc.insight.verdict.signatures import has_signatures, rows_asked, signature_causes
+from verl_rc.insight.verdict.missing_mass import judge_missing_mass
+from verl_rc.insight.verdict.signatures import has_signatures, signature_causes, signature_rows
 from verl_rc.metrics.bounds import BOUNDS, PLAUSIBLE_NOISE, least_precise
 
 PINNED_SLOPE = 0.1
@@ -69,13 +68,13 @@ _FAULTS_OF_NUMBERS = {
 
 
 def judge_gap(run: RunData) -> list[Statement]:
-    """Every row that the metrics speak to, in the order of the table; one statement that says so if there is
-    none."""
+    """A statement for every cause that the metrics name, in the order of the table; where they name none, one
+    about the size of the gap."""
     if run.settings.get("actor_rollout_ref.exact") and (measures := measures_of_gap(run)):
         return [_staleness_alone(*measures[0])]
-    faults = [*_raw_by_its_facts(run), *invariant_causes(run), *_not_finite(run)]
+    faults = [*_raw_log_probs(run), *invariant_causes(run), *_not_finite(run)]
     if all(fault.cause != table.FLOORED.name for fault in faults):  # sums of cut log-probs name other causes
-        faults += signature_causes(run) if has_signatures(run) else missing_mass(run)
+        faults += signature_causes(run) if has_signatures(run) else judge_missing_mass(run)
     if not faults:
         rules = (
             _lost_in_rounding,
@@ -88,14 +87,14 @@ def judge_gap(run: RunData) -> list[Statement]:
             _large_from_the_start,
         )
         faults = next((statements for rule in rules if (statements := rule(run))), [])
-    return faults or [_with_limits(_size_of_gap(run), run)]
+    return faults or [_with_limits(_judge_size(run), run)]
 
 
 def _staleness_alone(gap: Series, unit: str) -> Statement:
-    """Of a run in exact mode, whose steps have compared every token of the trainer's own weights."""
-    last = mean_of(last_part(gap))
+    """The gap of a run in exact mode, where engine and trainer agree on every token of the same weights."""
+    last = mean_of(last_tenth(gap))
     assert last is not None, "a gap that was measured has a last value"
-    return statement_from(
+    return cause_statement(
         table.STALENESS if last.value else table.ROUNDING,
         {"gap": last.value},
         sentence=f"The gap is {{gap:.4f}} {unit}: exact mode leaves no rounding, all of it is staleness",
@@ -104,7 +103,7 @@ def _staleness_alone(gap: Series, unit: str) -> Statement:
     )
 
 
-def _raw_by_its_facts(run: RunData) -> list[Statement]:
+def _raw_log_probs(run: RunData) -> list[Statement]:
     """Raw log-probs at a temperature other than 1, where the token records say so themselves."""
     facts = {} if run.tokens is None else run.tokens.facts
     temperature, mode = facts.get("temperature", 1.0), str(facts.get("logprobs_mode", ""))
@@ -114,7 +113,7 @@ def _raw_by_its_facts(run: RunData) -> list[Statement]:
         f"By its records the engine samples at temperature {temperature:g} and reports {literal(mode)}, "
         "those of temperature 1"
     )
-    return [statement_from(RAW_LOG_PROBS, {}, sentence, confidence="named")]
+    return [cause_statement(RAW_LOG_PROBS, {}, sentence, confidence="named")]
 
 
 def _with_limits(statement: Statement, run: RunData) -> Statement:
@@ -133,7 +132,7 @@ def _not_finite(run: RunData) -> list[Statement]:
         touched = {step: value for step, value in series.by_step().items() if value > 0}
         if touched:
             statements.append(
-                statement_from(
+                cause_statement(
                     table.OVERFLOW,
                     {
                         "share": max(touched.values()),
@@ -156,7 +155,7 @@ def _lost_in_rounding(run: RunData) -> list[Statement]:
     if len(survival) < BOUNDS.fewest_survivals or statistics.median(survival.values) >= BOUNDS.survival:
         return []
     return [
-        statement_from(
+        cause_statement(
             table.LOST_IN_ROUNDING,
             {"survival": statistics.median(survival.values), "count": len(survival)},
             confidence="named",
@@ -189,8 +188,10 @@ def _staleness(run: RunData) -> list[Statement]:
 
 
 def _staleness_at_one_age(run: RunData) -> list[Statement]:
-    """Row 16 where nearly all tokens have one age: the others are of the first steps, whose updates are no
-    measure."""
+    """Row 16 where nearly all tokens have one age.
+
+    Tokens of other ages come from the first steps only, whose updates are no measure of a slope.
+    """
     gaps = gaps_by_age(run)
     if len(gaps) < 2:
         return []
@@ -213,14 +214,14 @@ def _grows_with_age(
     if line.intercept + line.slope * oldest < BOUNDS.above_floor * floor.value:
         return []
     return [
-        statement_from(
+        cause_statement(
             table.STALENESS,
             {
                 "slope": line.slope,
                 "r": line.r_squared,
                 "floor": floor.value,
                 "oldest": oldest,
-                "at": line.intercept + line.slope * oldest,
+                "oldest_gap": line.intercept + line.slope * oldest,
             },
             confidence=confidence,
             steps=floor.steps,
@@ -230,8 +231,8 @@ def _grows_with_age(
 
 
 def _synchronous_override(run: RunData) -> tuple[str, ...]:
-    """The override that ends the engines' lead; empty where it is not verl_rc's key, or other keys would have
-    to go with it."""
+    """The override that makes training synchronous; empty where its key is not the run's, or other keys need
+    asynchrony."""
     defaults = {
         f"async_training.{key}": AsyncTrainingConfig.model_fields[key].default for key in NEEDS_ASYNCHRONY
     }
@@ -247,7 +248,7 @@ def _weights_never_arrive(run: RunData) -> list[Statement]:
     Old weights make sqrt(k3) large at once and then slow, the mean |log-ratio| less so.
     """
     for gap, _ in measures_of_gap(run):
-        last, line = mean_of(last_part(gap)), fit_line(policy_distance(run, gap.steps), gap.values)
+        last, line = mean_of(last_tenth(gap)), fit_line(policy_distance(run, gap.steps), gap.values)
         if (
             len(gap) >= FEWEST_FOR_TREND
             and last is not None
@@ -257,7 +258,7 @@ def _weights_never_arrive(run: RunData) -> list[Statement]:
             and line.slope >= PINNED_SLOPE
         ):
             return [
-                statement_from(
+                cause_statement(
                     table.WEIGHTS_NEVER_ARRIVE,
                     {"first": gap.values[0], "last": last.value, "slope": line.slope, "r": line.r_squared},
                     confidence="named",
@@ -274,9 +275,9 @@ def _one_version_late(run: RunData) -> list[Statement]:
         return []
     gap, moved = gap_size(run), run.get("actor/ppo_kl").by_step()
     pairs = [
-        (nats_of_k3(2 * moved[before]), value)
-        for (before, _), (step, value) in pairwise(zip(gap.steps, gap.values, strict=True))
-        if before in moved and step == before + 1
+        (nats_of_k3(2 * moved[previous]), value)
+        for (previous, _), (step, value) in pairwise(zip(gap.steps, gap.values, strict=True))
+        if previous in moved and step == previous + 1
     ]
     if len(pairs) < _FEWEST_FOR_LAG:
         return []
@@ -291,7 +292,7 @@ def _one_version_late(run: RunData) -> list[Statement]:
     ):
         return []
     return [
-        statement_from(
+        cause_statement(
             table.ONE_VERSION_LATE,
             {"gap": typical, "first": gap.values[0], "r": line.r_squared, "slope": line.slope},
             confidence="likely",
@@ -322,7 +323,7 @@ def _missed_update(run: RunData) -> list[Statement]:
     if not jumps or len(jumps) > len(noise) * _MOST_JUMPS or usual > BOUNDS.above_floor * first:
         return []
     return [
-        statement_from(
+        cause_statement(
             table.MISSED_UPDATE,
             {
                 "first": first,
@@ -338,8 +339,7 @@ def _missed_update(run: RunData) -> list[Statement]:
 
 
 def _drift_within_the_step(run: RunData) -> list[Statement]:
-    """Row 17: in bypass mode k3 is of all updates of a step, logit noise of the first mini-batch, before any
-    of them.
+    """Row 17: in bypass mode k3 is measured over all updates of a step, logit noise before the first update.
 
     Noise s on the logits makes log-ratios of s sqrt(g), and the mean of g over tokens is at most 1.
     """
@@ -351,22 +351,23 @@ def _drift_within_the_step(run: RunData) -> list[Statement]:
     drifts = Series.from_steps(
         {step: size if size > BOUNDS.above_floor * noise[step] else 0.0 for step, size in moved.items()}
     )
-    count, first, last = lasting(drifts, lambda size: size > BOUNDS.drift)
-    if first < 0:
+    drift = confirm(drifts, lambda size: size > BOUNDS.drift)
+    if drift is None:
         return []
-    within = [(size, noise[step]) for step, size in moved.items() if first <= step <= last]
+    first, last = drift.steps
+    drifted = [(size, noise[step]) for step, size in moved.items() if first <= step <= last]
     epochs = run.settings.get("actor_rollout_ref.actor.ppo_epochs", 1)
     return [
-        statement_from(
+        cause_statement(
             table.DRIFT,
             {
-                "drift": statistics.median(size for size, _ in within),
-                "noise": statistics.median(s for _, s in within),
-                "count": count,
+                "drift": statistics.median(size for size, _ in drifted),
+                "noise": statistics.median(step_noise for _, step_noise in drifted),
+                "count": drift.count,
                 "steps": len(moved),
             },
             confidence="named",
-            steps=(first, last),
+            steps=drift.steps,
             overrides=("actor_rollout_ref.actor.ppo_epochs=1",) if run.is_own and int(epochs) > 1 else (),
         )
     ]
@@ -375,14 +376,14 @@ def _drift_within_the_step(run: RunData) -> list[Statement]:
 def _large_from_the_start(run: RunData) -> list[Statement]:
     """Row 20 for the first steps: more noise than rounding makes in the precision that is configured."""
     name = "logit_noise" if run.has(f"{PREFIX}logit_noise") else "logit_noise_least"
-    noise, rounding = run.get(f"{PREFIX}{name}"), _rounding_of(run)
+    noise, rounding = run.get(f"{PREFIX}{name}"), _rounding_noise(run)
     if len(noise) < _FEWEST_AT_START or rounding is None or _oldest(run) > 0:
         return []
     first = min(noise.values[:_FEWEST_AT_START])
     if first <= rounding.largest:
         return []
     return [
-        statement_from(
+        cause_statement(
             table.LARGE,
             {"first": first, "plausible": rounding.plausible},
             sentence=f"Logit noise was {{first:.3f}} from the first step on, where rounding in "
@@ -400,23 +401,24 @@ def _beyond_rounding(run: RunData) -> list[Statement]:
     Noise s on the logits makes log-ratios of at most s sqrt(E g) on average, and E g = 1 - E Q is at most
     1 - exp(-entropy): a policy that grows certain has more noise on its logits, and a smaller gap.
     """
-    gap, rounding, entropies = run.get(GAP), _rounding_of(run), run.get("actor/entropy").by_step()
+    gap, rounding, entropies = run.get(GAP), _rounding_noise(run), run.get("actor/entropy").by_step()
     if rounding is None:
         return []
     pairs = {
         step: (size, rounding.largest * math.sqrt(-math.expm1(-max(entropies.get(step, math.inf), 0.0))))
         for step, size in gap.by_step().items()
     }
-    beyond = Series.from_steps({step: size - most for step, (size, most) in pairs.items()})
-    count, first, last = lasting(beyond, lambda nats: nats > 0)
-    if first < 0:
+    excess = Series.from_steps({step: size - bound for step, (size, bound) in pairs.items()})
+    beyond = confirm(excess, lambda nats: nats > 0)
+    if beyond is None:
         return []
-    within = [pairs[step] for step in pairs if first <= step <= last]
-    evidence = {"gap": statistics.median(size for size, _ in within), "count": count, "steps": len(gap)}
-    evidence |= {"largest": statistics.median(most for _, most in within), "age": _oldest(run)}
+    first, last = beyond.steps
+    sizes, bounds = zip(*(pairs[step] for step in pairs if first <= step <= last), strict=True)
+    evidence = {"gap": statistics.median(sizes), "count": beyond.count, "steps": len(gap)}
+    evidence |= {"largest": statistics.median(bounds), "age": _oldest(run)}
     age = "; tokens are up to {age:.0f} updates old, which may be it" if evidence["age"] > 0 else ""
     return [
-        statement_from(
+        cause_statement(
             table.BEYOND_ROUNDING,
             evidence,
             sentence="The gap is {gap:.4f} nats per token (mean |log-ratio|), where rounding in "
@@ -425,7 +427,7 @@ def _beyond_rounding(run: RunData) -> list[Statement]:
             next_test=table.LARGE.next_test if run.is_own else _COMPARE_INPUTS,
             level="notice" if age else "fault",
             confidence="possible",
-            steps=(first, last),
+            steps=beyond.steps,
         )
     ]
 
@@ -436,7 +438,7 @@ def _oldest(run: RunData) -> float:
 
 
 @dataclass(frozen=True)
-class _Rounding:
+class _RoundingNoise:
     """What rounding makes of the logits of a run."""
 
     precision: str
@@ -446,14 +448,14 @@ class _Rounding:
     """Beyond this, noise on the logits is called large."""
 
 
-def _rounding_of(run: RunData) -> _Rounding | None:
-    """None where a run of our own does not say in which precision it computes."""
+def _rounding_noise(run: RunData) -> _RoundingNoise | None:
+    """The noise that the run's precision explains; None where a run of our own does not say its precision."""
     precision = _precision(run)
     if precision is None:
         most = BOUNDS.implausible_noise
-        return None if run.is_own else _Rounding("any precision", most, most)
+        return None if run.is_own else _RoundingNoise("any precision", most, most)
     plausible = PLAUSIBLE_NOISE[precision]
-    return _Rounding(precision, plausible, BOUNDS.far_above_floor * plausible)
+    return _RoundingNoise(precision, plausible, BOUNDS.far_above_floor * plausible)
 
 
 def _precision(run: RunData) -> str | None:
@@ -473,8 +475,9 @@ def _precision(run: RunData) -> str | None:
     return least_precise(engine, quantization, str(cache), trainer)
 
 
-def _size_of_gap(run: RunData) -> Statement:
-    """Rows 11 and 20: as at the start, larger by every measure, much larger by one, or beyond rounding.
+def _judge_size(run: RunData) -> Statement:
+    """Rows 11 and 20: the gap is as at the start, or has grown by every measure, or much by one, or is beyond
+    rounding.
 
     Where a policy grows certain, rounding moves into a few tokens: in 1,000 healthy steps sqrt(k3) doubled
     while the mean fell.
@@ -483,7 +486,7 @@ def _size_of_gap(run: RunData) -> Statement:
     grown = []
     for gap, unit in measures:
         # Before the first update no weights are old: samples of the second step may be.
-        last, first = mean_of(last_part(gap)) if len(gap) >= FEWEST_FOR_TREND else None, min(gap.values[:2])
+        last, first = mean_of(last_tenth(gap)) if len(gap) >= FEWEST_FOR_TREND else None, min(gap.values[:2])
         # A gap of 0 has not grown where it is what float32 rounds.
         floor = BOUNDS.above_floor * max(first, PLAUSIBLE_NOISE["float32"])
         if last is not None and last.value - last.error > floor:
@@ -495,11 +498,11 @@ def _size_of_gap(run: RunData) -> Statement:
     )
     if worst is not None and (len(grown) == len(measures) or worst.level == "fault"):
         return worst
-    return next(iter(_beyond_rounding(run)), None) or _rounding(*measures[0])
+    return next(iter(_beyond_rounding(run)), None) or _rounding_statement(*measures[0])
 
 
 def _grown(evidence: dict[str, float], unit: str, steps: tuple[int, int]) -> Statement:
-    return statement_from(
+    return cause_statement(
         table.GROWN,
         evidence,
         sentence=f"The gap has grown from {{first:.4f}} to {{gap:.4f}} {unit}; ages, updates and missing "
@@ -510,8 +513,8 @@ def _grown(evidence: dict[str, float], unit: str, steps: tuple[int, int]) -> Sta
     )
 
 
-def _rounding(gap: Series, unit: str) -> Statement:
-    last = mean_of(last_part(gap))
+def _rounding_statement(gap: Series, unit: str) -> Statement:
+    last = mean_of(last_tenth(gap))
     assert last is not None, "a gap that was measured has a last value"
     evidence = {"gap": last.value, "first": at_the_start(gap)}
     template = f"The gap is {{gap:.4f}} {unit}"
@@ -519,7 +522,7 @@ def _rounding(gap: Series, unit: str) -> Statement:
         evidence["low"], evidence["high"] = last.interval
         template += ", {low:.4f} to {high:.4f}"
     template += "; {first:.4f} at the start" if len(gap) > 2 else ""
-    return statement_from(
+    return cause_statement(
         table.ROUNDING,
         evidence,
         sentence=template + ": rounding of the engine, as far as metrics tell",
@@ -534,7 +537,7 @@ def _not_measured(run: RunData) -> Statement:
         how = "verl-rc diagnose RUN --model FOLDER compares those of its first step with a model's"
     else:
         how = f"verl: {_ROLLOUT}.calculate_log_probs=True records it"
-    return say(
+    return filled_statement(
         "gap",
         "not measured",
         "unknown",
@@ -543,9 +546,9 @@ def _not_measured(run: RunData) -> Statement:
     )
 
 
-def checked(run: RunData) -> tuple[str, ...]:
-    """What the rules of this module looked at."""
-    names = dict.fromkeys(row.cause for row in rows_asked(run) if row.is_asked)
+def checked_rules(run: RunData) -> tuple[str, ...]:
+    """What the rules of this module have looked at, in words."""
+    names = dict.fromkeys(row.cause for row in signature_rows(run) if row.is_asked)
     return (
         "log-probs that are not finite",
         *(names or ("missing mass (sampling filters, banned tokens, log-probs of other tokens)",)),
@@ -556,7 +559,7 @@ def checked(run: RunData) -> tuple[str, ...]:
     )
 
 
-def not_visible(run: RunData) -> str:
-    """What no metric of the run shows."""
+def invisible_causes(run: RunData) -> str:
+    """Causes that no metric of the run shows, in words."""
     signatures = "" if has_signatures(run) else "another temperature on both sides, raw log-probs, "
     return f"{signatures}an old prefix cache, padding, templates: these need the tokens' own log-probs"

@@ -4,10 +4,10 @@ measures it."""
 from collections.abc import Sequence
 
 from verl_rc.health import cause_table as table
-from verl_rc.health.causes import PREFIX, statement_from
+from verl_rc.health.causes import PREFIX, cause_statement
 from verl_rc.health.statement import Statement
 from verl_rc.insight.run_folder import ReplayedRecord, RunData, Series
-from verl_rc.insight.verdict.estimates import lasting
+from verl_rc.insight.verdict.estimates import confirm
 from verl_rc.insight.verdict.gap_series import GAP
 from verl_rc.metrics.bounds import BOUNDS
 
@@ -17,11 +17,11 @@ engine's; left out where the engine rounds in more ways than its dtype."""
 
 
 def larger_than_healthy(run: RunData, records: Sequence[ReplayedRecord]) -> list[Statement]:
-    """A look where the gap is more than twice the healthy one: in the replayed step, or in two later
-    neighbours.
+    """A notice where the gap is more than twice the healthy one: in the replayed step, or in two neighbouring
+    steps after it.
 
-    Of later steps logit noise and mean |log-ratio| are compared with those of the replayed one: a policy
-    that grows certain moves one of them alone.
+    In later steps both logit noise and mean |log-ratio| must have grown: a policy that grows certain raises
+    only one of them.
     """
     first = next((record for record in records if HEALTHY in record.numbers and record.gap), None)
     if first is None:
@@ -30,22 +30,24 @@ def larger_than_healthy(run: RunData, records: Sequence[ReplayedRecord]) -> list
     largest, steps = first.gap, (first.step, first.step)
     if first.gap <= BOUNDS.above_floor * healthy:
         sizes = _sizes(run, first)
-        _, begin, end = lasting(Series.from_steps(sizes), lambda size: size > BOUNDS.above_floor * healthy)
-        if begin < 0:
+        larger = confirm(Series.from_steps(sizes), lambda size: size > BOUNDS.above_floor * healthy)
+        if larger is None:
             return []
-        largest, steps = max(sizes[step] for step in sizes if begin <= step <= end), (begin, end)
+        begin, end = steps = larger.steps
+        largest = max(size for step, size in sizes.items() if begin <= step <= end)
     evidence = {"gap": largest, "healthy": healthy, "step": first.step, "times": largest / healthy}
     cause = table.LARGER_THAN_HEALTHY
     next_test = cause.next_test if run.is_own else table.NOT_THE_MODEL.next_test
-    return [statement_from(cause, evidence, confidence="possible", steps=steps, next_test=next_test)]
+    return [cause_statement(cause, evidence, confidence="possible", steps=steps, next_test=next_test)]
 
 
 def _sizes(run: RunData, first: ReplayedRecord) -> dict[int, float]:
-    """By step, nats: the replayed gap times the growth since, by the measure that grew least."""
+    """The gap of each step from the replayed one on, nats: the replayed gap times the growth since, by the
+    measure that grew least."""
     noise, mean = (run.get(name).by_step() for name in (f"{PREFIX}logit_noise", GAP))
-    known = [values for values in (noise, mean) if values.get(first.step)]
+    measures = [values for values in (noise, mean) if values.get(first.step)]
     return {
-        step: first.gap * min(values[step] / values[first.step] for values in known)
-        for step in (sorted(known[0]) if known else ())
-        if step >= first.step and all(step in values for values in known)
+        step: first.gap * min(values[step] / values[first.step] for values in measures)
+        for step in (sorted(measures[0]) if measures else ())
+        if step >= first.step and all(step in values for values in measures)
     }

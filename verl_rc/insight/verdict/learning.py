@@ -4,9 +4,9 @@ import math
 import re
 from collections.abc import Callable
 
-from verl_rc.health.statement import Statement, literal, say
+from verl_rc.health.statement import Statement, filled_statement, literal
 from verl_rc.insight.run_folder import RunData, Series
-from verl_rc.insight.verdict.estimates import FEWEST_FOR_TREND, Change, change_of, last_part, mean_of
+from verl_rc.insight.verdict.estimates import FEWEST_FOR_TREND, Change, change_of, last_tenth, mean_of
 from verl_rc.metrics.best_of_n import unbiased_std
 from verl_rc.metrics.catalog import describe
 
@@ -41,12 +41,21 @@ def judge_learning(run: RunData) -> list[Statement]:
     return [statement for rule in rules for statement in rule(run)] or [_progress(run)]
 
 
-def validation(run: RunData) -> list[tuple[str, Series]]:
-    """Headline validation by data source, accuracy where there is any."""
+def headline_validation(run: RunData) -> dict[tuple[str, str], Series]:
+    """Validation by data source and variable, ``acc`` or ``reward``."""
+    return {
+        (match[1], match[2]): series
+        for name, series in run.matching("val-core/")
+        if (match := _VALIDATION.fullmatch(name))
+    }
+
+
+def source_validation(run: RunData) -> list[tuple[str, Series]]:
+    """One validation of each data source, accuracy where it was logged; the name has source and variable."""
     sources: dict[str, tuple[str, Series]] = {}
-    for name, series in run.matching("val-core/"):
-        if (match := _VALIDATION.fullmatch(name)) and (match[2] == "acc" or match[1] not in sources):
-            sources[match[1]] = (f"{match[1]} {match[2]}", series)
+    for (source, variable), series in headline_validation(run).items():
+        if variable == "acc" or source not in sources:
+            sources[source] = (f"{source} {variable}", series)
     return [sources[source] for source in sorted(sources)]
 
 
@@ -63,7 +72,7 @@ def _not_finite(run: RunData) -> list[Statement]:
     if not bad:
         return []
     return [
-        say(
+        filled_statement(
             "learning",
             "gradients not finite",
             "fault",
@@ -94,7 +103,7 @@ def _collapse(run: RunData) -> list[Statement]:
     evidence = {"best": best, "last": last, "best_step": score.steps[best_at + width - 1]}
     why, overrides = _too_large_updates(run, evidence)
     return [
-        say(
+        filled_statement(
             "learning",
             "collapse" + (": updates too large" if why else ""),
             "fault",
@@ -134,13 +143,13 @@ def _smaller_rate(run: RunData) -> tuple[str, ...]:
 def _cut_off(run: RunData) -> list[Statement]:
     """Many responses end at the limit, and more than before."""
     share = run.get("response_length/clip_ratio")
-    change, last = change_of(share), mean_of(last_part(share))
+    change, last = change_of(share), mean_of(last_tenth(share))
     if last is None or last.value <= CUT_OFF or (change is not None and change.difference <= 0):
         return []
     limit = run.settings.get("data.max_response_length")
     grown = ", after {first:.0%} at first" if change is not None and change.is_clear else ""
     return [
-        say(
+        filled_statement(
             "learning",
             "responses cut off",
             "fault" if change is not None and change.is_clear else "notice",
@@ -162,7 +171,7 @@ def _length_for_reward(run: RunData) -> list[Statement]:
     score, length = change_of(run.get(_SCORE)), change_of(run.get("response_length/mean"))
     falls = [
         change
-        for _, series in validation(run)
+        for _, series in source_validation(run)
         if (change := _ends(series)) is not None and change.difference < 0
     ]
     if score is None or length is None or not falls or not score.is_clear or score.difference <= 0:
@@ -170,7 +179,7 @@ def _length_for_reward(run: RunData) -> list[Statement]:
     if length.first.value <= 0 or length.last.value < LONGER * length.first.value:
         return []
     return [
-        say(
+        filled_statement(
             "learning",
             "reward for length",
             "fault",
@@ -208,7 +217,7 @@ def _no_entropy(run: RunData) -> list[Statement]:
     if score is None or (score.difference > 0 and score.is_clear):
         return []
     return [
-        say(
+        filled_statement(
             "learning",
             "entropy lost",
             "fault",
@@ -235,7 +244,7 @@ def _progress(run: RunData) -> Statement:
     parts: list[str] = []
     evidence: dict[str, float] = {}
     improved = None
-    for number, (name, series) in enumerate(validation(run)[:2], start=1):
+    for number, (name, series) in enumerate(source_validation(run)[:2], start=1):
         ends = _ends(series)
         if ends is not None:
             evidence |= {
@@ -266,7 +275,7 @@ def _progress(run: RunData) -> Statement:
         evidence["mean"], steps = mean.value, mean.steps
         parts.append("reward {mean:.3g}, too few steps for a trend")
     if not parts:
-        return say(
+        return filled_statement(
             "learning",
             "not measured",
             "unknown",
@@ -277,6 +286,6 @@ def _progress(run: RunData) -> Statement:
     lead = {"learns": "It learns: ", "no trend": "", "does not improve": "It does not improve: "}[cause]
     sentence = lead + ", ".join(parts)
     if cause != "does not improve":
-        return say("learning", cause, "good", sentence, evidence, steps=steps)
+        return filled_statement("learning", cause, "good", sentence, evidence, steps=steps)
     test = "Look at the share of prompts whose samples differ in reward: without any there is no gradient."
-    return say("learning", cause, "notice", sentence, evidence, steps=steps, next_test=test)
+    return filled_statement("learning", cause, "notice", sentence, evidence, steps=steps, next_test=test)

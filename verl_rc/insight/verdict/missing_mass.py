@@ -1,47 +1,46 @@
-"""Probability that is missing: the mean ratio of engine and trainer is not 1, rows 4 to 7 of the table."""
+"""Probability that is missing: the mean ratio of trainer and engine is not 1. Rows 4 to 7 of the table."""
 
 import math
+import statistics
 
-from verl_rc.health.causes import statement_from
+from verl_rc.health.causes import cause_statement
 from verl_rc.health.signature_causes import FILTER, FILTER_OR_RAW, RAW_OR_OTHER_TOKENS
 from verl_rc.health.statement import Statement, literal
-from verl_rc.insight.run_folder import RunData
+from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.run_folder.foreign import rejects
-from verl_rc.insight.verdict.estimates import lasting
+from verl_rc.insight.verdict.estimates import confirm
 from verl_rc.insight.verdict.gap_series import K1, K3, KEPT_SETS, z_of_mean_ratio
 from verl_rc.metrics.bounds import BOUNDS
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def missing_mass(run: RunData) -> list[Statement]:
+def judge_missing_mass(run: RunData) -> list[Statement]:
     """Rows 4 to 7: the tokens were not drawn from what the engine reports."""
     if not run.is_own and rejects(run):
         return []  # others measure kept tokens only: rejection alone moves their mean
     z = z_of_mean_ratio(run)
-    for sign in (-1, 1):
-        count, first, last = lasting(z, lambda value, sign=sign: sign * value > BOUNDS.z)  # type: ignore[misc]
-        if first >= 0:
-            beyond = [sign * value for value in z.values if sign * value > BOUNDS.z]
-            evidence = {
-                "z": sorted(beyond)[len(beyond) // 2],
-                "count": count,
-                "steps": len(z),
-                "ratio": _mean_ratio(run, first, last),
-            }
-            side = "below 1" if sign < 0 else "above 1"
-            sentence = (
-                "The tokens were not drawn from what the engine reports: the mean ratio is "
-                f"{side if math.isnan(evidence['ratio']) else '{ratio:.4f} instead of 1'}"
-                ", z {z:.0f} ({count:.0f} of {steps:.0f} steps)"
-            )
-            if sign < 0 and not run.has(KEPT_SETS):
-                return [_below_one(run, evidence, sentence, (first, last))]
-            return [
-                statement_from(
-                    RAW_OR_OTHER_TOKENS, evidence, sentence, confidence="likely", steps=(first, last)
-                )
-            ]
+    for sign, side in ((-1, "below 1"), (1, "above 1")):
+        magnitudes = Series(z.steps, [sign * value for value in z.values])
+        beyond = confirm(magnitudes, lambda magnitude: magnitude > BOUNDS.z)
+        if beyond is None:
+            continue
+        evidence = {
+            "z": statistics.median_high(value for value in magnitudes.values if value > BOUNDS.z),
+            "count": beyond.count,
+            "steps": len(z),
+            "ratio": _mean_ratio(run, *beyond.steps),
+        }
+        sentence = (
+            "The tokens were not drawn from what the engine reports: the mean ratio is "
+            f"{side if math.isnan(evidence['ratio']) else '{ratio:.4f} instead of 1'}"
+            ", z {z:.0f} ({count:.0f} of {steps:.0f} steps)"
+        )
+        if sign < 0 and not run.has(KEPT_SETS):
+            return [_below_one(run, evidence, sentence, beyond.steps)]
+        return [
+            cause_statement(RAW_OR_OTHER_TOKENS, evidence, sentence, confidence="likely", steps=beyond.steps)
+        ]
     return []
 
 
@@ -54,13 +53,13 @@ def _mean_ratio(run: RunData, first: int, last: int) -> float:
 def _below_one(run: RunData, evidence: dict[str, float], sentence: str, steps: tuple[int, int]) -> Statement:
     filters = _filters(run)
     evidence["kept"] = evidence["ratio"]
-    known = not math.isnan(evidence["ratio"])
+    has_ratio = not math.isnan(evidence["ratio"])
     if filters:
         sentence += f"; {literal(' '.join(filters))} is not mirrored by the trainer"
-        sentence += ": it keeps {kept:.1%} of the mass" if known else ""
-    elif known:
+        sentence += ": it keeps {kept:.1%} of the mass" if has_ratio else ""
+    elif has_ratio:
         sentence += ". A sampling filter that the trainer does not mirror would keep {kept:.1%} of the mass"
-    return statement_from(
+    return cause_statement(
         FILTER if filters else FILTER_OR_RAW,
         evidence,
         sentence,

@@ -15,7 +15,7 @@ import numpy as np
 
 from verl_rc.data.token_record import Array
 from verl_rc.health import cause_table as table
-from verl_rc.health.causes import statement_from
+from verl_rc.health.causes import cause_statement
 from verl_rc.health.statement import Statement, literal
 from verl_rc.insight.run_folder import Part, ReplayedRecord
 from verl_rc.metrics.bounds import BOUNDS
@@ -49,19 +49,19 @@ def rms(values: Array) -> float:
 
 
 def merged(earlier: Sequence[ReplayedRecord], later: Sequence[ReplayedRecord]) -> list[ReplayedRecord]:
-    """All that was measured, steps ascending; of a step with the same tokens the finer parts, and the later
-    numbers."""
+    """The records of both, steps ascending. Two records of one step and the same tokens become one, with the
+    finer parts and the later numbers."""
     records = {record.step: record for record in earlier}
     for record in later:
-        before = records.get(record.step)
-        if before is not None and before.tokens == record.tokens:
-            mistakes = record if "alone" in record.numbers else before  # where R1 was made last
-            operation = (record if "operation_gap" in record.numbers else before).operation  # R8
+        previous = records.get(record.step)
+        if previous is not None and previous.tokens == record.tokens:
+            mistakes = record if "alone" in record.numbers else previous  # where R1 was made last
+            operation = (record if "operation_gap" in record.numbers else previous).operation  # R8
             record = replace(
                 record,
-                parts=max(record.parts, before.parts, key=len),
-                versions={**before.versions, **record.versions},
-                numbers={**before.numbers, **record.numbers},
+                parts=max(record.parts, previous.parts, key=len),
+                versions={**previous.versions, **record.versions},
+                numbers={**previous.numbers, **record.numbers},
                 reproduced_by=mistakes.reproduced_by,
                 engine_reproduced_by=mistakes.engine_reproduced_by,
                 operation=operation,
@@ -71,11 +71,10 @@ def merged(earlier: Sequence[ReplayedRecord], later: Sequence[ReplayedRecord]) -
 
 
 def judge_replays(records: Sequence[ReplayedRecord]) -> list[Statement]:
-    """The causes that replays name, the trainer's first; a rule that holds on two records names, on one it is
-    likely.
+    """The causes that replays name, the trainer's first: ``named`` by two records, ``likely`` by one.
 
-    A stale cache holds older weights and makes another engine, as other inputs do, so neither is said beside
-    those.
+    A stale cache and other inputs of the engine look like older weights and like another engine, too: where
+    one of the former is named, the latter are not judged.
     """
     input_fault = _stale_cache(records) or _engines_inputs(records)
     further = (
@@ -91,13 +90,14 @@ def judge_replays(records: Sequence[ReplayedRecord]) -> list[Statement]:
     return [statement for statement in statements if statement is not None]
 
 
-def _sure(records: Sequence[ReplayedRecord]) -> dict[str, Any]:
+def _confidence(records: Sequence[ReplayedRecord]) -> dict[str, Any]:
+    """The fields ``confidence`` and ``steps`` of a statement that these records confirm."""
     steps = [record.step for record in records]
     return {"confidence": "named" if len(records) > 1 else "likely", "steps": (min(steps), max(steps))}
 
 
 def _other_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
-    """The recorded log-probs of the trainer do not come out again."""
+    """The trainer's recorded log-probs cannot be reproduced."""
     examples = [
         record
         for record in records
@@ -112,7 +112,7 @@ def _other_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
         "size": worst.parts["trainer"].size,
         "share": worst.parts["trainer"].share,
         "gap": worst.gap,
-        "twice": worst.numbers.get("trainer_twice", 0.0),
+        "nondeterminism": worst.numbers.get("trainer_twice", 0.0),
     }
     ways = {record.reproduced_by for record in examples} - {""}
     sentence = (
@@ -121,9 +121,9 @@ def _other_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
     )
     if ways:
         sentence += f". They come out with {', '.join(sorted(ways))}"
-    elif evidence["twice"] > 0:
-        sentence += ". The trainer does not give the same numbers twice ({twice:.2g})"
-    return statement_from(table.OTHER_INPUTS, evidence, sentence=sentence, **_sure(examples))
+    elif evidence["nondeterminism"] > 0:
+        sentence += ". The trainer does not give the same numbers twice ({nondeterminism:.2g})"
+    return cause_statement(table.OTHER_INPUTS, evidence, sentence=sentence, **_confidence(examples))
 
 
 def _stale_cache(records: Sequence[ReplayedRecord]) -> Statement | None:
@@ -132,27 +132,27 @@ def _stale_cache(records: Sequence[ReplayedRecord]) -> Statement | None:
     examples = [
         record
         for record in records
-        if (rest := record.parts.get("rest")) is not None
+        if (residual := record.parts.get("rest")) is not None
         and "stale_cache" in record.numbers
-        and rest.share > BOUNDS.part_share
-        and rest.size > BOUNDS.reproduced
+        and residual.share > BOUNDS.part_share
+        and residual.size > BOUNDS.reproduced
         and min(record.numbers["own_cache"], *record.versions.values())
         > BOUNDS.above_floor * record.numbers["stale_cache"]
     ]
     if not examples:
         return None
     worst = max(examples, key=lambda record: record.numbers["own_cache"])
-    return statement_from(
+    return cause_statement(
         table.STALE_CACHE,
         {
             "step": worst.step,
-            "said": worst.version,
-            "filled": worst.numbers["stale_version"],
-            "left": worst.numbers["stale_cache"],
-            "own": worst.numbers["own_cache"],
-            "cached": worst.numbers["cached_tokens"],
+            "reported_version": worst.version,
+            "cache_version": worst.numbers["stale_version"],
+            "distance": worst.numbers["stale_cache"],
+            "own_cache_distance": worst.numbers["own_cache"],
+            "cached_tokens": worst.numbers["cached_tokens"],
         },
-        **_sure(examples),
+        **_confidence(examples),
     )
 
 
@@ -168,16 +168,16 @@ def _older_weights(records: Sequence[ReplayedRecord]) -> Statement | None:
     if not examples:
         return None
     worst = max(examples, key=lambda record: record.versions[record.version])
-    return statement_from(
+    return cause_statement(
         table.OLDER_WEIGHTS,
         {
             "step": worst.step,
-            "said": worst.version,
-            "held": worst.best_version,
+            "reported_version": worst.version,
+            "nearest_version": worst.best_version,
             "gap": worst.versions[worst.version],
-            "left": worst.versions[worst.best_version],
+            "distance": worst.versions[worst.best_version],
         },
-        **_sure(examples),
+        **_confidence(examples),
     )
 
 
@@ -190,16 +190,16 @@ def _engines_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
         return None
     worst = max(examples, key=lambda record: record.versions[record.version])
     ways = ", ".join(sorted({record.engine_reproduced_by for record in examples}))
-    return statement_from(
+    return cause_statement(
         table.ENGINES_INPUTS,
         {
             "step": worst.step,
-            "left": worst.numbers["engine_reproduced"],
+            "distance": worst.numbers["engine_reproduced"],
             "gap": worst.versions[worst.version],
         },
-        sentence=f"The engine's log-probs come out with {ways}: those of step {{step:.0f}} are {{left:.4f}} "
-        "nats from the trainer's then, {gap:.4f} with the recorded ids",
-        **_sure(examples),
+        sentence=f"The engine's log-probs come out with {ways}: those of step {{step:.0f}} are "
+        "{distance:.4f} nats from the trainer's then, {gap:.4f} with the recorded ids",
+        **_confidence(examples),
     )
 
 
@@ -208,23 +208,23 @@ def _other_engine(records: Sequence[ReplayedRecord]) -> Statement | None:
 
     It differs when its distance is larger than at the start, or larger than rounding explains from the start.
     """
-    rests = sorted(
+    comparable = sorted(
         (record for record in records if {"rest", "engine"} <= record.parts.keys()),
         key=lambda record: record.step,
     )
     examples = []
     firsts: dict[frozenset[str], float] = {}
-    for record in rests:
-        rest, rounding = record.parts["rest"], _rounding_of(record)
-        # What is the rest depends on what else was replayed.
-        first = firsts.setdefault(frozenset(record.parts), rest.size)
-        bound = min(BOUNDS.above_floor * first, BOUNDS.far_above_floor * rounding)
-        if rest.share > BOUNDS.part_share and rest.size > max(bound, BOUNDS.reproduced):
+    for record in comparable:
+        residual = record.parts["rest"]
+        # The residual is what no other part explains, so it depends on which parts were replayed.
+        first = firsts.setdefault(frozenset(record.parts), residual.size)
+        bound = min(BOUNDS.above_floor * first, BOUNDS.far_above_floor * _rounding_of(record))
+        if residual.share > BOUNDS.part_share and residual.size > max(bound, BOUNDS.reproduced):
             examples.append(record)
     if not examples:
         return None
     worst = max(examples, key=lambda record: record.parts["rest"].size)
-    return statement_from(
+    return cause_statement(
         table.OTHER_ENGINE,
         {
             "size": worst.parts["rest"].size,
@@ -233,19 +233,21 @@ def _other_engine(records: Sequence[ReplayedRecord]) -> Statement | None:
             "first": firsts[frozenset(worst.parts)],
             "rounding": _rounding_of(worst),
         },
-        **_sure(examples),
+        **_confidence(examples),
     )
 
 
 def _not_the_model(records: Sequence[ReplayedRecord]) -> Statement | None:
     """The engine of another trainer is far from the model in its precision."""
     for record in records:
-        rest, rounding = record.parts.get("rest"), record.numbers.get("engine_rounding")
-        if rest is None or rounding is None or rest.share <= BOUNDS.part_share:
+        residual, rounding = record.parts.get("rest"), record.numbers.get("engine_rounding")
+        if residual is None or rounding is None or residual.share <= BOUNDS.part_share:
             continue
-        if rest.size > max(BOUNDS.reproduced, BOUNDS.far_above_floor * rounding):
-            evidence = {"size": rest.size, "rounding": rounding, "share": rest.share, "step": record.step}
-            return statement_from(table.NOT_THE_MODEL, evidence, **_sure([record]))
+        if residual.size > max(BOUNDS.reproduced, BOUNDS.far_above_floor * rounding):
+            evidence = {"size": residual.size, "share": residual.share, "rounding": rounding}
+            return cause_statement(
+                table.NOT_THE_MODEL, evidence | {"step": record.step}, **_confidence([record])
+            )
     return None
 
 
@@ -261,7 +263,7 @@ def _other_operation(records: Sequence[ReplayedRecord]) -> Statement | None:
             gap, rounding = (record.numbers[f"operation_{name}"] for name in ("gap", "rounding"))
             evidence = {"step": record.step, "gap": gap, "rounding": rounding}
             sentence = table.OTHER_OPERATION.sentence.replace("OPERATION", literal(record.operation))
-            return statement_from(table.OTHER_OPERATION, evidence, sentence=sentence, **_sure([record]))
+            return cause_statement(table.OTHER_OPERATION, evidence, sentence, **_confidence([record]))
     return None
 
 
@@ -278,8 +280,8 @@ def _other_code(records: Sequence[ReplayedRecord]) -> Statement | None:
     if not examples:
         return None
     worst = max(examples, key=lambda record: record.numbers["kernels"])
-    return statement_from(
+    return cause_statement(
         table.OTHER_CODE,
         {"kernels": worst.numbers["kernels"], "share": worst.parts["engine"].share, "step": worst.step},
-        **_sure(examples),
+        **_confidence(examples),
     )

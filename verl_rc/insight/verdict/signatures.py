@@ -1,14 +1,14 @@
-"""The causes that signatures name, over the steps of a run; which rows were asked, and what others lack."""
+"""The causes that signatures name over the steps of a run, and which rows of the table could be checked."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl_rc.health.cause_table import NOT_A_TEMPERATURE
-from verl_rc.health.causes import PREFIX, SIGNATURES, cause_of, statement_from, statement_of
+from verl_rc.health.causes import PREFIX, SIGNATURE_METRICS, cause_of, cause_statement, signature_statement
 from verl_rc.health.signature_causes import SIGNATURE_CAUSES, TEMPERATURE, SignatureCause, Step
 from verl_rc.health.statement import Statement
 from verl_rc.insight.run_folder import RunData, Series
-from verl_rc.insight.verdict.estimates import FEWEST_FOR_TREND, LINEAR, fit_line, lasting
+from verl_rc.insight.verdict.estimates import FEWEST_FOR_TREND, LINEAR, confirm, fit_line
 from verl_rc.insight.verdict.gap_series import KEPT_SETS
 from verl_rc.metrics.bounds import BOUNDS
 
@@ -33,8 +33,8 @@ _FIELDS = {
 
 
 @dataclass(frozen=True)
-class Row:
-    """One row of the table of causes, and whether it was asked of a run."""
+class CauseRow:
+    """One row of the table of causes, and whether a run has the metrics that its rule reads."""
 
     number: int
     cause: str
@@ -54,26 +54,27 @@ def signature_causes(run: RunData) -> list[Statement]:
     mirrors = run.has(KEPT_SETS)
     causes, statements = [cause_of(step_metrics, mirrors) for step_metrics in metrics], []
     facts = {} if run.tokens is None else run.tokens.facts
-    said = (run.settings.get(_TEMPERATURE), facts.get("temperature"))
-    temperature = next((value for value in said if isinstance(value, int | float)), 1.0)
+    temperatures = (run.settings.get(_TEMPERATURE), facts.get("temperature"))
+    temperature = next((value for value in temperatures if isinstance(value, int | float)), 1.0)
     for cause in SIGNATURE_CAUSES:
         marks = Series(steps, [float(step_cause is cause) for step_cause in causes])
-        _, first, last = lasting(marks, bool)
-        if first >= 0:
+        if (confirmed := confirm(marks, bool)) is not None:
             examples = [
                 step_metrics
                 for step_metrics, step_cause in zip(metrics, causes, strict=True)
                 if step_cause is cause
             ]
-            statement = statement_of(cause, examples, float(temperature), (first, last))
-            statements.append(_as_in_all_steps(statement, run) if cause is TEMPERATURE else statement)
+            statement = signature_statement(cause, examples, float(temperature), confirmed.steps)
+            statements.append(_checked_temperature(statement, run) if cause is TEMPERATURE else statement)
     return statements
 
 
-def _as_in_all_steps(statement: Statement, run: RunData) -> Statement:
-    """A temperature is one slope in all steps, and a straight line: what is neither follows log-probs, but is
-    none."""
-    assert statement.steps is not None, "a cause of steps says of which"
+def _checked_temperature(statement: Statement, run: RunData) -> Statement:
+    """The statement about a temperature, or about a gap that only resembles one.
+
+    A temperature makes a straight line over log-probs, with one slope in all steps.
+    """
+    assert statement.steps is not None, "a signature cause has steps"
     reasons, evidence = [], dict(statement.evidence)
     name = "temperature_slope" if run.has(f"{PREFIX}temperature_slope") else "prefix_slope"
     slopes = run.get(f"{PREFIX}{name}").between(0, statement.steps[1])
@@ -95,34 +96,35 @@ def _as_in_all_steps(statement: Statement, run: RunData) -> Statement:
         "The gap follows the trainer's log-probs (slope {temperature_slope:.3f}, which explains "
         "{temperature_r2:.0%} of it), but not as another temperature does: " + ", and ".join(reasons)
     )
-    return statement_from(NOT_A_TEMPERATURE, evidence, sentence, confidence="likely", steps=statement.steps)
+    return cause_statement(NOT_A_TEMPERATURE, evidence, sentence, confidence="likely", steps=statement.steps)
 
 
-def rows_asked(run: RunData) -> list[Row]:
-    """Every row that signatures name, in the order in which they are asked."""
-    metrics, rows = _by_step(run), dict[str, Row]()
+def signature_rows(run: RunData) -> list[CauseRow]:
+    """Every row that signatures name, in the order in which their rules are checked."""
+    metrics = _by_step(run)
+    rows: dict[str, CauseRow] = {}
     for cause in SIGNATURE_CAUSES:
-        needs = " and ".join(dict.fromkeys(_needs(cause)))
-        is_asked = any(cause.seen_in(step_metrics) is not None for step_metrics in metrics)
-        if (other := rows.get(cause.name)) is not None:
-            alternatives = dict.fromkeys((*other.needs.split(" or "), *needs.split(" or ")))
-            needs, is_asked = " or ".join(alternatives), other.is_asked or is_asked
-        rows[cause.name] = Row(cause.row, cause.name, needs, is_asked)
+        needs = " and ".join(dict.fromkeys(_record_fields(cause)))
+        is_asked = any(cause.evidence_in(step_metrics) is not None for step_metrics in metrics)
+        if (earlier := rows.get(cause.name)) is not None:
+            alternatives = dict.fromkeys((*earlier.needs.split(" or "), *needs.split(" or ")))
+            needs, is_asked = " or ".join(alternatives), earlier.is_asked or is_asked
+        rows[cause.name] = CauseRow(cause.row, cause.name, needs, is_asked)
     return list(rows.values())
 
 
 def _by_step(run: RunData) -> list[Step]:
     """The signatures of each step that has any."""
-    columns = {name: run.get(f"{PREFIX}{name}").by_step() for name in SIGNATURES}
+    columns = {name: run.get(f"{PREFIX}{name}").by_step() for name in SIGNATURE_METRICS}
     return [
         {name: values[step] for name, values in columns.items() if step in values}
         for step in run.get(f"{PREFIX}missing_mass").steps
     ]
 
 
-def _needs(cause: SignatureCause) -> Iterator[str]:
+def _record_fields(cause: SignatureCause) -> Iterator[str]:
+    """For each metric that the cause needs, the fields of a token record of which one suffices, in words."""
     for name in cause.needs:
-        others = cause.instead.get(name, name)
-        if name in _FIELDS and others in _FIELDS:
-            alternatives = dict.fromkeys((_FIELDS[name], _FIELDS[others]))
-            yield " or ".join(alternatives)
+        substitute = cause.substitutes.get(name, name)
+        if name in _FIELDS and substitute in _FIELDS:
+            yield " or ".join(dict.fromkeys((_FIELDS[name], _FIELDS[substitute])))

@@ -2,9 +2,9 @@
 
 import math
 
-from verl_rc.health.statement import Statement, literal, say
+from verl_rc.health.statement import Statement, filled_statement, literal
 from verl_rc.insight.run_folder import RunData
-from verl_rc.insight.verdict.estimates import last_mean, last_part
+from verl_rc.insight.verdict.estimates import last_mean, last_tenth
 
 IDLE = 0.25
 """Share of a step without a computing worker above which it is a notice: far beyond the healthy range."""
@@ -15,7 +15,11 @@ def judge_speed(run: RunData) -> list[Statement]:
     """The largest stage, tokens per second, and idle time where there is much."""
     seconds = last_mean(run, "timing_s/step")
     if seconds is None:
-        return [say("speed", "not measured", "unknown", "Speed cannot be told: no times were logged", {})]
+        return [
+            filled_statement(
+                "speed", "not measured", "unknown", "Speed cannot be told: no times were logged", {}
+            )
+        ]
     evidence = {"seconds": seconds.value}
     template = "A step takes {seconds:.3g} s"
     stages = stage_seconds(run)
@@ -32,9 +36,9 @@ def judge_speed(run: RunData) -> list[Statement]:
         evidence["idle"] = idle.value
     if idle is None or idle.value <= IDLE:
         template += "" if idle is None else ", {idle:.0%} idle"
-        return [say("speed", "busy", "good", template, evidence, steps=seconds.steps)]
+        return [filled_statement("speed", "busy", "good", template, evidence, steps=seconds.steps)]
     return [
-        say(
+        filled_statement(
             "speed",
             "idle",
             "notice",
@@ -53,7 +57,7 @@ def stage_seconds(run: RunData) -> dict[str, float]:
     for name, series in run.matching("timing_s/"):
         stage = name.removeprefix("timing_s/")
         if stage not in _NOT_STAGES:
-            part = last_part(run.get("timing_s/step"))
+            part = last_tenth(run.get("timing_s/step"))
             within = series.between(part.steps[0], part.steps[-1]) if len(part) else series
             stages[stage] = math.fsum(within.values) / max(1, len(part))
     return stages

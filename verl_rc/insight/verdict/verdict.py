@@ -9,11 +9,11 @@ from verl_rc.health.statement import Level, Statement
 from verl_rc.insight.run_folder import RunData
 from verl_rc.insight.verdict.correction import judge_correction
 from verl_rc.insight.verdict.diagnosis import with_replays
-from verl_rc.insight.verdict.gap import checked, judge_gap, not_visible
+from verl_rc.insight.verdict.gap import checked_rules, invisible_causes, judge_gap
 from verl_rc.insight.verdict.gap_series import GAP, K3
 from verl_rc.insight.verdict.invariants import invariant_rows
 from verl_rc.insight.verdict.learning import judge_learning
-from verl_rc.insight.verdict.signatures import Row, has_signatures, rows_asked
+from verl_rc.insight.verdict.signatures import CauseRow, has_signatures, signature_rows
 from verl_rc.insight.verdict.speed import judge_speed
 
 MOST_LINES = 8
@@ -24,7 +24,7 @@ _TRAINED = "actor/grad_norm", "actor/pg_loss", "critic/score/mean", K3, GAP
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a report says first."""
+    """The first part of a report."""
 
     headline: str
     progress: str
@@ -37,13 +37,13 @@ class Verdict:
     """What the rules for the gap looked at."""
     not_visible: str = ""
     """What no metric of the run shows."""
-    rows: tuple[Row, ...] = ()
-    """Rows of the table of causes that signatures name, and which of them were asked."""
+    rows: tuple[CauseRow, ...] = ()
+    """Rows of the table of causes that invariants and signatures name, and which of them could be checked."""
 
     @property
     def unasked(self) -> list[str]:
-        """What could not be asked, and the fields of a token record that it needs; in words. Without what is
-        asked where others cannot be."""
+        """The specific causes that could not be checked, with the fields of a token record that they need; in
+        words."""
         return [
             f"{row.cause} (row {row.number}): needs {row.needs}"
             for row in self.rows
@@ -97,7 +97,7 @@ class Verdict:
 
 
 def judge(run: RunData) -> Verdict:
-    """The verdict on a run, from its metrics alone; absent data never lead to a cause."""
+    """The verdict on a run, from its metrics and its replays; absent data never lead to a cause."""
     if not any(run.has(name) for name in _TRAINED):
         statements = tuple(judge_learning(run))[:1] if run.series else ()
     else:
@@ -114,9 +114,9 @@ def judge(run: RunData) -> Verdict:
         _progress(run),
         statements,
         tuple(_do_first(statements)),
-        checked(run),
-        not_visible(run),
-        (*invariant_rows(run), *(rows_asked(run) if has_signatures(run) else ())),
+        checked_rules(run),
+        invisible_causes(run),
+        (*invariant_rows(run), *(signature_rows(run) if has_signatures(run) else ())),
     )
 
 
@@ -140,20 +140,20 @@ def _headline(statements: tuple[Statement, ...]) -> str:
 
 
 def _progress(run: RunData) -> str:
-    done = run.steps[-1] if run.steps else 0
-    of_all = f"{done} of {run.total_steps}" if run.total_steps else f"{done}"
+    last_step = run.steps[-1] if run.steps else 0
+    progress = f"{last_step} of {run.total_steps}" if run.total_steps else f"{last_step}"
     if run.ending is not None:
         if run.ending.status == 0:
-            return f"The run ended after {of_all} steps."
+            return f"The run ended after {progress} steps."
         return (
-            f"The run ended after {of_all} steps with exit code {run.ending.status}: "
+            f"The run ended after {progress} steps with exit code {run.ending.status}: "
             f"{run.ending.reason.removesuffix('.')}."
         )
     if not run.steps:
         return "No step is logged."
-    if run.total_steps and done < run.total_steps and run.is_own:
-        return f"The log goes to step {of_all}: it still trains, or was killed."
-    return f"The log goes to step {of_all}."
+    if run.total_steps and last_step < run.total_steps and run.is_own:
+        return f"The log goes to step {progress}: it still trains, or was killed."
+    return f"The log goes to step {progress}."
 
 
 def _do_first(statements: tuple[Statement, ...]) -> Iterator[str]:

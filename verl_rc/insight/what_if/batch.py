@@ -1,4 +1,4 @@
-"""Recorded random rows as one padded batch."""
+"""The randomly drawn rows of token records as one padded batch."""
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,8 +44,7 @@ class RecordedBatch:
     """float64 ``[B, T]``: ``g``, the squared norm of a token's gradient for its logits; 1 where it was not
     recorded."""
     directions: Tensor
-    """Which parameter a token moves: int64 ``[B, T]``, its id from 0, or float64 ``[B, T, D]``, its gradient
-    itself."""
+    """int64 ``[B, T]``: which logit's bias a token moves, from 0."""
     has_gradients: bool = True
     step_of_row: Sequence[int] = ()
     """``[B]``."""
@@ -72,10 +71,9 @@ _NEEDED = ("old_log_prob", "advantage")
 def read_batch(
     folder: Path, first_step: int = 0, last_step: int = LARGEST_STEP, only: Container[int] | None = None
 ) -> RecordedBatch:
-    """The rows that were drawn at random, of every record that can be read. Raises ``NoRecordsError`` without
-    any.
+    """The randomly drawn rows of every record from ``first_step`` to ``last_step`` that can be read.
 
-    ``only``: steps that may be among them; None: all.
+    ``only``: steps that may be among them; None: all. Raises ``NoRecordsError`` where there is no such row.
     """
     source = token_source(folder)
     records = [] if source is None else source.records(first_step, last_step)
@@ -86,10 +84,10 @@ def read_batch(
         )
     usable = [record for record in records if all(name in record.tokens for name in _NEEDED)]
     if not any((record.rows["chosen_by"] == "random").any() for record in usable):
-        lacking = [name for name in _NEEDED if not any(name in record.tokens for record in records)]
+        missing = [name for name in _NEEDED if not any(name in record.tokens for record in records)]
         raise NoRecordsError(
             f"the token records of {folder} must hold {' and '.join(_NEEDED)} of rows that were drawn at "
-            f"random; they lack {' and '.join(lacking) or 'such rows'}. Where an actor of verl_rc corrects "
+            f"random; they lack {' and '.join(missing) or 'such rows'}. Where an actor of verl_rc corrects "
             "(bypass mode, proximal=interpolate) there are no log-probs of the trainer before the update: "
             "record a few steps with algorithm.rollout_correction.bypass_mode=False."
         )
@@ -121,11 +119,10 @@ def _joined(records: Sequence[TokenRecord]) -> RecordedBatch:
         numbers.setdefault((record.step, int(record.rows["group"][index])), len(numbers))
     scales = {record.step: scale for record in records if (scale := noise_scale(record.tokens)) is not None}
     has_gradients = len(scales) == len(records)
-    ids_of = {record.step: _ids(record) for record in records}
-    distinct = np.unique(np.concatenate(list(ids_of.values())))
-    # A token's direction is the place of its id among all that were recorded.
+    token_ids = {record.step: _ids(record) for record in records}
+    distinct_ids = np.unique(np.concatenate(list(token_ids.values())))
     columns = {
-        record.step: {**record.tokens, "direction": np.searchsorted(distinct, ids_of[record.step])}
+        record.step: {**record.tokens, "direction": np.searchsorted(distinct_ids, token_ids[record.step])}
         for record in records
     }
 
@@ -158,7 +155,7 @@ def _joined(records: Sequence[TokenRecord]) -> RecordedBatch:
 
 
 def _ids(record: TokenRecord) -> Array:
-    """Ids of tokens; their kinds where ids were not recorded."""
-    columns = [record.tokens[name] for name in ("response_ids", "token_class") if name in record.tokens]
-    ids: Array = (columns[0] if columns else np.zeros_like(record.tokens["response_mask"])).astype("int64")
-    return ids
+    """Ids of tokens; their classes where ids were not recorded."""
+    tokens = record.tokens
+    ids = tokens.get("response_ids", tokens.get("token_class", np.zeros_like(tokens["response_mask"])))
+    return ids.astype("int64")

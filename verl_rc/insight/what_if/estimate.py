@@ -15,14 +15,17 @@ from verl_rc.losses import compute_policy_loss
 DRAWS = 1_000
 SEED = 0
 _MOST_PROMPTS = 1_500
-"""Prompts beyond it are joined to so many blocks: bias needs every pair of them."""
+"""More prompts are joined to so many blocks: the bias is computed from every pair of them."""
 _UNCAPPED = 4.9e8
 """A bound above every weight: log-weights are clamped to 20."""
 _BAND = (0.05, 0.95)
 
 Updates = Callable[[RecordedBatch, Sequence[Tensor], Tensor, int], Sequence[Tensor]]
-"""Updates of blocks of prompts: of a batch, of each of several pulls ``[B, T]`` that multiply the tokens'
-gradients, with the block of each row ``[B]`` and how many blocks there are, float64 ``[blocks, D]``."""
+"""Computes the update of each block of prompts, float64 ``[blocks, D]``, for each of several coefficients.
+
+Its arguments: a batch; coefficients ``[B, T]``, which multiply the tokens' gradients; the block of each row
+``[B]``; the number of blocks.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,20 +54,20 @@ class Estimate:
     name: str
     config: RolloutCorrectionConfig
     columns: Mapping[str, Interval]
-    """Those of ``_FORMULAS`` and ``effective_batch``: shares, or relative to no correction. And
+    """Columns of ``_FORMULAS`` and ``effective_batch``, which are shares or relative to no correction, and:
 
-    ``bias``: distance of the expected update from the reference's, relative to its length; below 0: its
-    square was, by chance. ``noise``: standard deviation of the update of a batch, relative to the length of
-    the reference's expected one. ``error``: mean squared error of the update of a batch, bias and noise,
-    relative to the mean square of one prompt's reference.
+    ``bias``: distance of the expected update from the reference's expected update, relative to the latter's
+    length; negative where the estimate of its square is negative by chance. ``noise``: standard deviation of
+    the update of a batch, relative to the same length. ``error``: mean squared error of the update of a
+    batch, bias and noise, relative to the mean square of the reference's update of one prompt.
     """
     error_draws: Tensor
-    """float64 ``[1 + draws]``."""
+    """float64 ``[1 + draws]``: ``error`` of all prompts, then of each draw."""
 
 
 def coefficients(batch: RecordedBatch, config: RolloutCorrectionConfig) -> Tensor:
-    """float64 ``[B, T]``: what each token's policy gradient is multiplied by at the first update; 0 where it
-    is rejected."""
+    """float64 ``[B, T]``: the factor of each token's policy gradient at the first update; 0 where it is
+    rejected."""
     result = compute_rollout_correction(
         batch.train,
         batch.rollout,
@@ -73,7 +76,7 @@ def coefficients(batch: RecordedBatch, config: RolloutCorrectionConfig) -> Tenso
         advantages=batch.advantages,
     )
     gaps = (batch.train.double() - batch.rollout).nan_to_num(0.0, 0.0, 0.0)
-    # Of current and old policy. The current one is still the one that recomputed the log-probs.
+    # Current over old policy. Before the first update the current policy is the proximal one.
     log_ratios = (gaps if config.bypass_mode else torch.zeros_like(gaps)).requires_grad_()
     signs = torch.where(batch.advantages > 0, 1.0, -1.0).double()
     loss, _ = compute_policy_loss(
@@ -98,16 +101,14 @@ def uncapped(batch: RecordedBatch, level: str) -> Tensor:
 
 
 def reference_level(batch: RecordedBatch) -> str:
-    """``sequence``, which is unbiased, where its weights have a variance that such a batch can bear; else
-    ``token``.
+    """``sequence``, whose weights are unbiased, where their variance is small enough; else ``token``.
 
-    They do where they keep half of the sample, and no row has more than a twentieth of the sum of their
-    squares.
+    It is small enough where the weights keep half of the sample and no sequence has more than a twentieth of
+    the sum of their squares. A fitted tail shape is no criterion: few prompts give few values to fit it to.
     """
-    # Not the shape of a fitted tail: few different prompts give it few different values to be fitted to.
     weights = uncapped(batch, "sequence").amax(dim=-1)
-    squares, num_answers = weights.square(), batch.mask.any(dim=-1).sum()
-    keeps_half = weights.sum().square() > 0.5 * squares.sum() * num_answers
+    squares, num_sequences = weights.square(), batch.mask.any(dim=-1).sum()
+    keeps_half = weights.sum().square() > 0.5 * squares.sum() * num_sequences
     return (
         "sequence"
         if bool(keeps_half & (squares.max() <= squares.sum() / min(20, max(len(weights) / 2, 1))))
@@ -115,24 +116,20 @@ def reference_level(batch: RecordedBatch) -> str:
     )
 
 
-def bias_updates(batch: RecordedBatch, pulls: Sequence[Tensor], blocks: Tensor, count: int) -> list[Tensor]:
-    """Updates of the biases of the sampled tokens' logits, or along the directions that the batch has."""
-    if batch.directions.ndim == 3:
-        row_updates = [torch.einsum("bt,btd->bd", pull, batch.directions) for pull in pulls]
-        return [
-            torch.zeros(count, rows.shape[1], dtype=torch.float64).index_add_(0, blocks, rows)
-            for rows in row_updates
-        ]
+def bias_updates(
+    batch: RecordedBatch, token_coefficients: Sequence[Tensor], blocks: Tensor, count: int
+) -> list[Tensor]:
+    """Updates of the biases of the sampled tokens' logits, one dimension per bias."""
     size = int(batch.directions.max()) + 1
-    places = blocks[:, None] * size + batch.directions
+    places = (blocks[:, None] * size + batch.directions).flatten()
     # The gradient of log p(y) for the bias of y's own logit is 1 - p; other logits' are left out.
     gradient = -torch.expm1(batch.train.double().clamp_max(0.0)).nan_to_num(0.0)
-
-    def of(pull: Tensor) -> Tensor:
-        flat = torch.zeros(count * size, dtype=torch.float64)
-        return flat.index_add_(0, places.flatten(), (pull * gradient).flatten()).view(count, size)
-
-    return [of(pull) for pull in pulls]
+    return [
+        torch.zeros(count * size, dtype=torch.float64)
+        .index_add_(0, places, (coefficient * gradient).flatten())
+        .view(count, size)
+        for coefficient in token_coefficients
+    ]
 
 
 def estimate_presets(
@@ -144,131 +141,129 @@ def estimate_presets(
 ) -> list[Estimate]:
     """Estimates of every preset on the same draws of prompts. ``batch_size``: prompts of an update (default:
     those recorded)."""
-    # The prompt of each row ``[B]``, or the block of prompts.
-    blocks = batch.prompts % min(batch.num_prompts, _MOST_PROMPTS)
+    blocks = batch.prompts % min(batch.num_prompts, _MOST_PROMPTS)  # [B]: the prompt of a row, or its block
     count = int(blocks.max()) + 1
     generator = torch.Generator().manual_seed(SEED)
-    block_numbers = torch.randint(count, (draws, count), generator=generator)
-    weights = torch.cat([torch.ones(1, count, dtype=torch.float64), _counts(block_numbers, count)])
+    drawn_blocks = torch.randint(count, (draws, count), generator=generator)
+    draw_counts = torch.zeros(1 + draws, count, dtype=torch.float64)  # how often a draw has a block
+    draw_counts[0] = 1.0
+    draw_counts[1:].scatter_add_(1, drawn_blocks, torch.ones(draws, count, dtype=torch.float64))
     reference = uncapped(batch, reference_level(batch))
-    used_by = {name: coefficients(batch, config) for name, config in presets.items()}
+    preset_coefficients = {name: coefficients(batch, config) for name, config in presets.items()}
     share = count / batch.num_prompts * batch.advantages.double().nan_to_num(0.0, 0.0, 0.0)
-    corrections = (reference, coefficients(batch, RolloutCorrectionConfig()), *used_by.values())
-    pull, plain, *preset_updates = updates(
-        batch, [share * weights_used for weights_used in corrections], blocks, count
+    corrections = (reference, coefficients(batch, RolloutCorrectionConfig()), *preset_coefficients.values())
+    reference_updates, uncorrected_updates, *preset_updates = updates(
+        batch, [share * correction for correction in corrections], blocks, count
     )
     prompts_per_block = batch.num_prompts / count  # a block's noise is that of so many prompts
-    signal = _mean_product(pull, weights)
-    unit = signal.clamp_min(0.0) + prompts_per_block * (
-        _mean_square(pull, weights) - signal.clamp_min(0.0)
+    signal = _mean_product(reference_updates, draw_counts)
+    reference_square = signal.clamp_min(0.0) + prompts_per_block * (
+        _mean_square(reference_updates, draw_counts) - signal.clamp_min(0.0)
     ).clamp_min(0.0)
-    per_update = batch_size or batch.num_prompts
+    prompts_per_update = batch_size or batch.num_prompts
     estimates = []
-    for (name, config), preset_update in zip(presets.items(), preset_updates, strict=True):
-        weights_used = used_by[name]
-        columns = _columns(batch, config, weights_used, reference)
+    for (name, config), block_updates in zip(presets.items(), preset_updates, strict=True):
         sums = {
-            column: tuple(weights @ _by_block(part, blocks, count) for part in parts)
-            for column, parts in columns.items()
+            column: tuple(
+                draw_counts @ torch.zeros(count, dtype=torch.float64).index_add_(0, blocks, part.double())
+                for part in parts
+            )
+            for column, parts in _columns(batch, config, preset_coefficients[name], reference).items()
         }
-        intervals = {column: Interval.from_draws(_FORMULAS[column](*parts)) for column, parts in sums.items()}
+        columns = {column: _FORMULAS[column](*parts) for column, parts in sums.items()}
         if updates is not bias_updates:
-            intervals |= _of_whole_updates(preset_update, plain, pull, weights)
-        effective = _effective_share(*sums["ess_rows"]) * (1 - _share(*sums["rejected_rows"]))
-        deviation = preset_update - pull
-        squared_bias = _mean_product(deviation, weights)
+            columns |= _update_columns(block_updates, uncorrected_updates, reference_updates, draw_counts)
+        squared_bias = _mean_product(block_updates - reference_updates, draw_counts)
         noise = prompts_per_block * (
-            _mean_square(preset_update, weights) - _mean_product(preset_update, weights)
+            _mean_square(block_updates, draw_counts) - _mean_product(block_updates, draw_counts)
         ).clamp_min(0.0)
-        error = (squared_bias + noise / per_update) / unit
+        error = (squared_bias + noise / prompts_per_update) / reference_square
         relative = squared_bias / signal
-        # Without a signal the update is all noise.
-        bias = torch.where(signal > 0, relative.sign() * relative.abs().sqrt(), torch.nan)
-        spread = torch.where(signal > 0, (noise / per_update / signal).sqrt(), torch.nan)
-        further = {"effective_batch": effective, "bias": bias, "noise": spread, "error": error}
-        intervals |= {column: Interval.from_draws(values) for column, values in further.items()}
+        columns |= {
+            "effective_batch": columns["ess_rows"] * (1 - columns["rejected_rows"]),
+            # Without a signal the update is all noise.
+            "bias": torch.where(signal > 0, relative.sign() * relative.abs().sqrt(), torch.nan),
+            "noise": torch.where(signal > 0, (noise / prompts_per_update / signal).sqrt(), torch.nan),
+            "error": error,
+        }
+        intervals = {column: Interval.from_draws(values) for column, values in columns.items()}
         estimates.append(Estimate(name, config, intervals, error))
     return estimates
 
 
-def _counts(block_numbers: Tensor, count: int) -> Tensor:
-    return torch.zeros(len(block_numbers), count, dtype=torch.float64).scatter_add_(
-        1, block_numbers, torch.ones_like(block_numbers, dtype=torch.float64)
-    )
-
-
-def _by_block(rows: Tensor, blocks: Tensor, count: int) -> Tensor:
-    return torch.zeros(count, dtype=torch.float64).index_add_(0, blocks, rows.double())
-
-
-def _of_whole_updates(
-    update: Tensor, plain: Tensor, reference: Tensor, weights: Tensor
-) -> dict[str, Interval]:
-    """Norm and cosines of the whole update, noise included, instead of those that count tokens one by one."""
-
-    def product(first: Tensor, second: Tensor) -> Tensor:
-        return ((weights @ (first @ second.T)) * weights).sum(dim=-1)
-
-    square, plain_square = product(update, update), product(plain, plain)
-    columns = {
-        "norm": _share(square, plain_square).sqrt(),
-        "cosine": _cosine(product(update, plain), square, plain_square),
-        "cosine_to_reference": _cosine(product(update, reference), square, product(reference, reference)),
+def _update_columns(
+    updates: Tensor, uncorrected: Tensor, reference: Tensor, draw_counts: Tensor
+) -> dict[str, Tensor]:
+    """Norm and cosines of the update of a draw, noise included, float64 ``[1 + draws]`` each; they replace
+    those that count tokens one by one."""
+    square = _summed_product(updates, updates, draw_counts)
+    uncorrected_square = _summed_product(uncorrected, uncorrected, draw_counts)
+    reference_square = _summed_product(reference, reference, draw_counts)
+    return {
+        "norm": _share(square, uncorrected_square).sqrt(),
+        "cosine": _cosine(_summed_product(updates, uncorrected, draw_counts), square, uncorrected_square),
+        "cosine_to_reference": _cosine(
+            _summed_product(updates, reference, draw_counts), square, reference_square
+        ),
     }
-    return {name: Interval.from_draws(values) for name, values in columns.items()}
 
 
-def _mean_product(updates: Tensor, weights: Tensor) -> Tensor:
-    """float64 ``[1 + draws]``: mean product of two different blocks' ``updates`` ``[blocks, D]``, the squared
-    length of the expected update without the part that is noise."""
-    if updates.shape[1] > len(updates):
-        whole = ((weights @ (updates @ updates.T)) * weights).sum(dim=-1)
-    else:
-        whole = (weights @ updates).square().sum(dim=-1)
-    total = whole - weights.square() @ updates.square().sum(dim=-1)
-    pairs = weights.sum(dim=-1).square() - weights.square().sum(dim=-1)
-    return total / pairs
+def _summed_product(first: Tensor, second: Tensor, draw_counts: Tensor) -> Tensor:
+    """float64 ``[1 + draws]``: product of two updates ``[blocks, D]``, summed over the blocks of a draw."""
+    if first.shape[1] > len(first):
+        return ((draw_counts @ (first @ second.T)) * draw_counts).sum(dim=-1)
+    return ((draw_counts @ first) * (draw_counts @ second)).sum(dim=-1)
 
 
-def _mean_square(updates: Tensor, weights: Tensor) -> Tensor:
+def _mean_product(updates: Tensor, draw_counts: Tensor) -> Tensor:
+    """float64 ``[1 + draws]``: mean product of the ``updates`` ``[blocks, D]`` of two different blocks. It is
+    the squared length of the expected update, without noise."""
+    squares = draw_counts.square() @ updates.square().sum(dim=-1)
+    pairs = draw_counts.sum(dim=-1).square() - draw_counts.square().sum(dim=-1)
+    return (_summed_product(updates, updates, draw_counts) - squares) / pairs
+
+
+def _mean_square(updates: Tensor, draw_counts: Tensor) -> Tensor:
     """float64 ``[1 + draws]``: mean squared length of a block's update."""
-    return (weights @ updates.square().sum(dim=-1)) / weights.sum(dim=-1)
+    return (draw_counts @ updates.square().sum(dim=-1)) / draw_counts.sum(dim=-1)
 
 
 def _columns(
-    batch: RecordedBatch, config: RolloutCorrectionConfig, weights: Tensor, reference: Tensor
+    batch: RecordedBatch, config: RolloutCorrectionConfig, correction: Tensor, reference: Tensor
 ) -> dict[str, tuple[Tensor, ...]]:
-    """By column what every row adds to the sums that it is made of, ``[B]`` each."""
+    """By column, the contribution of every row to each of its sums, ``[B]``; ``correction`` and ``reference``
+    are coefficients ``[B, T]``."""
     mask = batch.mask.double()
-    tokens, kept_tokens = mask.sum(dim=-1), (weights != 0).double() * mask
+    tokens, kept_tokens = mask.sum(dim=-1), (correction != 0).double() * mask
     has_tokens = (tokens > 0).double()
     squares = batch.gradients * batch.advantages.double().square().nan_to_num(0.0, 0.0, 0.0) * mask
-    raw = uncapped(batch, config.rollout_is) if config.rollout_is is not None else weights
-    row_weight = weights.sum(dim=-1) / tokens.clamp_min(1.0)
+    raw = uncapped(batch, config.rollout_is) if config.rollout_is is not None else correction
+    row_weight = correction.sum(dim=-1) / tokens.clamp_min(1.0)
     rejected = mask - kept_tokens
     rejected_row = has_tokens * (kept_tokens.sum(dim=-1) == 0)
     is_long = (tokens > tokens[tokens > 0].median()).double() if bool((tokens > 0).any()) else tokens
     correct, negative = (batch.scores > 0).double(), (batch.advantages < 0).double()
-
-    def summed(values: Tensor) -> Tensor:
-        return values.sum(dim=-1)
-
-    return {
-        "ess_tokens": (summed(weights), summed(weights.square()), summed(kept_tokens)),
-        "ess_rows": (row_weight, row_weight.square(), has_tokens - rejected_row),
-        "clipped": (summed((raw - weights).clamp_min(0.0) * kept_tokens), summed(raw * kept_tokens)),
-        "rejected_tokens": (summed(rejected), tokens),
-        "rejected_rows": (rejected_row, has_tokens),
-        "rejected_correct": (summed(rejected) * correct, summed(rejected)),
-        "rejected_long": (summed(rejected) * is_long, summed(rejected)),
-        "rejected_negative": (summed(rejected * negative), summed(rejected)),
-        "norm": (summed(weights.square() * squares), summed(squares)),
-        "cosine": (summed(weights * squares), summed(weights.square() * squares), summed(squares)),
+    column_tokens = {
+        "ess_tokens": (correction, correction.square(), kept_tokens),
+        "clipped": ((raw - correction).clamp_min(0.0) * kept_tokens, raw * kept_tokens),
+        "rejected_tokens": (rejected, mask),
+        "rejected_correct": (rejected * correct[:, None], rejected),
+        "rejected_long": (rejected * is_long[:, None], rejected),
+        "rejected_negative": (rejected * negative, rejected),
+        "norm": (correction.square() * squares, squares),
+        "cosine": (correction * squares, correction.square() * squares, squares),
         "cosine_to_reference": (
-            summed(weights * reference * squares),
-            summed(weights.square() * squares),
-            summed(reference.square() * squares),
+            correction * reference * squares,
+            correction.square() * squares,
+            reference.square() * squares,
         ),
+    }
+    column_rows = {
+        column: tuple(part.sum(dim=-1) for part in parts) for column, parts in column_tokens.items()
+    }
+    return column_rows | {
+        "ess_rows": (row_weight, row_weight.square(), has_tokens - rejected_row),
+        "rejected_rows": (rejected_row, has_tokens),
     }
 
 

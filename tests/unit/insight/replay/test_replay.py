@@ -157,7 +157,7 @@ def test_old_weights_are_found_and_stand_in_the_report(kept: dict[str, Path]) ->
     folder = run_with(kept, train, noisy(log_probs(kept["base"], PROMPTS)), steps=(4, 5))
     found = diagnose_with_replays(DiagnosisRequest(folder, TRAINER))
     assert (found.statements[0].cause, found.statements[0].confidence) == (OLDER_WEIGHTS.name, "named")
-    assert found.statements[0].evidence["held"] == 0
+    assert found.statements[0].evidence["nearest_version"] == 0
     assert [one.best_version for one in found.replayed] == [0, 0]
     assert json.loads((folder / "diagnosis.json").read_text())["statements"][0]["cause"] == OLDER_WEIGHTS.name
     assert OLDER_WEIGHTS.name in [one.cause for one in judge(read_run(folder)).statements]

@@ -36,8 +36,8 @@ def test_no_line_without_variation(x, y):
 )
 def test_first_and_last_tenth(length, size):
     values = series(range(length))
-    assert list(estimates.first_part(values).values) == list(range(size))
-    assert list(estimates.last_part(values).values) == list(range(length - size, length))
+    assert list(estimates.first_tenth(values).values) == list(range(size))
+    assert list(estimates.last_tenth(values).values) == list(range(length - size, length))
 
 
 def test_the_interval_covers_the_mean_of_independent_numbers_nine_times_in_ten():
@@ -69,7 +69,7 @@ def test_a_change_is_clear_when_its_interval_leaves_zero():
     assert estimates.change_of(series(range(11))) is None
 
 
-def test_what_lasts_holds_twice_in_a_row():
-    found = estimates.lasting(series([0, 9, 0, 9, 9, 0, 9]), lambda value: value > 5)
-    assert found == (4, 4, 5)
-    assert estimates.lasting(series([9, 0, 9]), lambda value: value > 5) == (2, -1, -1)
+def test_a_condition_is_confirmed_by_two_steps_in_a_row():
+    values = series([0, 9, 0, 9, 9, 0, 9])
+    assert estimates.confirm(values, lambda value: value > 5) == estimates.Confirmation((4, 5), 4)
+    assert estimates.confirm(series([9, 0, 9]), lambda value: value > 5) is None

@@ -25,7 +25,7 @@ from verl_rc.insight.run_folder import Series
 from verl_rc.insight.run_folder.bend import Bend
 from verl_rc.insight.run_folder.foreign import FILE_LOGGER
 from verl_rc.insight.run_folder.token_data import TokenData
-from verl_rc.insight.verdict.gap import checked, judge_gap, not_visible
+from verl_rc.insight.verdict.gap import checked_rules, invisible_causes, judge_gap
 from verl_rc.insight.verdict.gap_series import z_of_mean_ratio
 
 K1, K3, CHI2 = "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/chi2_token"
@@ -799,7 +799,7 @@ def test_what_cannot_be_told_names_the_key_that_records_it():
 
 def test_what_was_looked_at_depends_on_what_was_recorded():
     with_signatures, without = planted(signed(range(0), {})), planted({})
-    assert "temperature" in checked(with_signatures)
-    assert "temperature" not in checked(without)
-    assert "temperature" in not_visible(without)
-    assert "temperature" not in not_visible(with_signatures)
+    assert "temperature" in checked_rules(with_signatures)
+    assert "temperature" not in checked_rules(without)
+    assert "temperature" in invisible_causes(without)
+    assert "temperature" not in invisible_causes(with_signatures)

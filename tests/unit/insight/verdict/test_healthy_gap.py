@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from verl_rc.health.cause_table import LARGER_THAN_HEALTHY, ROUNDING
-from verl_rc.health.causes import statement_from
+from verl_rc.health.causes import cause_statement
 from verl_rc.insight.run_folder import ReplayedRecord, RunData, Series
 from verl_rc.insight.run_folder.records import OWN_RUN
 from verl_rc.insight.verdict.diagnosis import ranked
@@ -62,8 +62,8 @@ def test_later(noise: float, mean: float, steps: tuple[int, int] | None) -> None
 
 def test_it_stands_in_place_of_rounding_and_behind_faults() -> None:
     look = larger_than_healthy(FLAT, [replayed(0.1, 0.01)])[0]
-    rounding = statement_from(ROUNDING, {"gap": 0.1}, sentence="{gap}")
-    fault = statement_from(
+    rounding = cause_statement(ROUNDING, {"gap": 0.1}, sentence="{gap}")
+    fault = cause_statement(
         LARGER_THAN_HEALTHY, {"gap": 1, "times": 1, "step": 1, "healthy": 1}, level="fault"
     )
     assert ranked([rounding], [look]) == [look]

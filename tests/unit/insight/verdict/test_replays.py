@@ -17,7 +17,7 @@ from verl_rc.health.cause_table import (
     ROUNDING,
     STALE_CACHE,
 )
-from verl_rc.health.causes import statement_from
+from verl_rc.health.causes import cause_statement
 from verl_rc.insight.run_folder import Part, ReplayedRecord
 from verl_rc.insight.verdict.diagnosis import ranked
 from verl_rc.insight.verdict.replays import judge_replays, merged
@@ -202,22 +202,22 @@ TEMPERATURE, ONE_ENGINE = CAUSES["temperature"], CAUSES["one engine differs from
 
 def test_a_trainer_with_other_inputs_comes_before_signatures_and_those_before_the_rest() -> None:
     replayed = judge_replays([with_part("trainer", 0.1, 0.9), replace(HEALTHY, versions={0: 0.01, 4: 0.3})])
-    said = [statement_from(TEMPERATURE, {}, sentence="x"), statement_from(ROUNDING, {}, sentence="x")]
+    said = [cause_statement(TEMPERATURE, {}, sentence="x"), cause_statement(ROUNDING, {}, sentence="x")]
     assert [one.cause for one in ranked(said, replayed)] == [OTHER_INPUTS.name, TEMPERATURE.name]
-    assert [one.cause for one in ranked([statement_from(ROUNDING, {}, sentence="x")], replayed)] == [
+    assert [one.cause for one in ranked([cause_statement(ROUNDING, {}, sentence="x")], replayed)] == [
         OTHER_INPUTS.name,
         OLDER_WEIGHTS.name,
     ]
-    assert [one.cause for one in ranked([statement_from(GROWN, {}, sentence="x", level="notice")], [])] == [
+    assert [one.cause for one in ranked([cause_statement(GROWN, {}, sentence="x", level="notice")], [])] == [
         GROWN.name
     ]
     # That one engine differs does not say why.
     other_weights = judge_replays([replace(HEALTHY, versions={0: 0.01, 4: 0.3})])
-    assert [one.cause for one in ranked([statement_from(ONE_ENGINE, {}, sentence="x")], other_weights)] == [
+    assert [one.cause for one in ranked([cause_statement(ONE_ENGINE, {}, sentence="x")], other_weights)] == [
         OLDER_WEIGHTS.name,
         ONE_ENGINE.name,
     ]
-    assert [one.cause for one in ranked([statement_from(ONE_ENGINE, {}, sentence="x")], [])] == [
+    assert [one.cause for one in ranked([cause_statement(ONE_ENGINE, {}, sentence="x")], [])] == [
         ONE_ENGINE.name
     ]
 

@@ -12,7 +12,7 @@ from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import has_key, is_section
 from verl_rc.insight.run_folder.records import Ending, RunData, Series
 from verl_rc.insight.verdict import judge
-from verl_rc.insight.verdict.correction import half_life, judge_correction
+from verl_rc.insight.verdict.correction import half_ess_length, judge_correction
 from verl_rc.insight.verdict.gap import judge_gap
 from verl_rc.insight.verdict.gap_series import GAP
 from verl_rc.insight.verdict.learning import judge_learning
@@ -114,7 +114,7 @@ def test_gradients_that_are_not_finite():
 
 def test_the_length_at_which_weights_of_rows_lose_half():
     # The specification's own numbers: ln 2 / (2 k3) is 2,700 tokens at 1.3e-4, 700 at 5e-4, 17 at 0.02.
-    values = half_life(planted({K3: [1.3e-4, 5e-4, 0.02]})).values
+    values = half_ess_length(planted({K3: [1.3e-4, 5e-4, 0.02]})).values
     assert values == pytest.approx([2700, 700, 17], rel=0.03)
 
 

@@ -1,4 +1,7 @@
-"""The table, and which preset is recommended; none where a fault is named that no preset repairs."""
+"""Trying presets on a recorded batch: the table, and the preset that is recommended.
+
+None is recommended where the verdict names a fault that no preset repairs.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,7 +30,7 @@ _SMALLEST_BATCH = 0.5
 _LEVELS: Sequence[str | None] = (None, "token", "prefix", "turn", "sequence", "geometric")
 BY_TURN = "rollout_is=turn"
 """The name of weights by turn, which no preset has."""
-_SHOWN = (
+_PRINTED_COLUMNS = (
     "effective_batch",
     "ess_rows",
     "clipped",
@@ -42,23 +45,23 @@ _SHOWN = (
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What ``verl-rc what-if`` says."""
+class PresetTrial:
+    """The result of ``verl-rc what-if``."""
 
     estimates: tuple[Estimate, ...]
     recommended: str | None
-    """None: refused, or the records do not suffice."""
+    """None: a fault forbids it, or the records do not suffice."""
     reasons: tuple[str, ...]
     """Why, one sentence each."""
     notes: tuple[str, ...]
 
     def lines(self) -> list[str]:
         """The table and the reasons, for the console."""
-        head = ["preset", *_SHOWN, "forwards"]
+        head = ["preset", *_PRINTED_COLUMNS, "forwards"]
         rows = [
             [
                 estimate.name,
-                *(_words(estimate.columns[name]) for name in _SHOWN),
+                *(_interval_text(estimate.columns[name]) for name in _PRINTED_COLUMNS),
                 str(extra_forwards(estimate.config)),
             ]
             for estimate in self.estimates
@@ -90,14 +93,17 @@ class Answer:
 
 
 def tried_configs(presets: str | None, fields: Sequence[str]) -> dict[str, RolloutCorrectionConfig]:
-    """Corrections by name: the presets named with commas, or all of today; and ``given``, with ``fields`` as
-    ``KEY=VALUE``.
+    """Corrections by name.
 
-    Raises ``ValueError`` for what is no preset or no field.
+    Args:
+        presets: names separated by commas; None: all current presets.
+        fields: ``KEY=VALUE`` of a further correction, which is called ``given``.
+
+    Raises:
+        ValueError: a name is no preset, or a field is none of a correction.
     """
-    current_presets = [
-        name for name, preset in PRESETS.items() if preset.origin == PRESETS["disabled"].origin
-    ]
+    current_origin = PRESETS["disabled"].origin
+    current_presets = [name for name, preset in PRESETS.items() if preset.origin == current_origin]
     names = current_presets if presets is None else presets.split(",")
     configs = {name: RolloutCorrectionConfig.from_preset(name) for name in names}
     pairs = [field.partition("=") for field in fields]
@@ -132,15 +138,15 @@ def _require_turns(batch: RecordedBatch, configs: Mapping[str, RolloutCorrection
         )
 
 
-def answer(
+def try_presets(
     batch: RecordedBatch,
     presets: Mapping[str, RolloutCorrectionConfig],
     verdict: Verdict | None = None,
     batch_size: int | None = None,
     updates: Updates = bias_updates,
-) -> Answer:
-    """Try all presets, and recommend the simplest one that is as good as the best. ``updates``: what
-    gradients are looked at."""
+) -> PresetTrial:
+    """Try all presets, and recommend the simplest one that is as good as the best. ``updates`` computes the
+    updates that they are judged by."""
     _require_turns(batch, presets)
     estimates = tuple(estimate_presets(batch, presets, batch_size, updates=updates))
     notes = list(_notes(batch, updates is bias_updates))
@@ -152,9 +158,9 @@ def answer(
     ]
     if faults:
         reasons = [f"{fault.cause}: no preset repairs this. {fault.next_test}".strip() for fault in faults]
-        return Answer(estimates, None, tuple(reasons), tuple(notes))
+        return PresetTrial(estimates, None, tuple(reasons), tuple(notes))
     recommended, reasons = recommend(estimates)
-    return Answer(estimates, recommended, tuple(reasons), tuple(notes))
+    return PresetTrial(estimates, recommended, tuple(reasons), tuple(notes))
 
 
 def recommend(estimates: Sequence[Estimate]) -> tuple[str | None, list[str]]:
@@ -190,7 +196,7 @@ def recommend(estimates: Sequence[Estimate]) -> tuple[str | None, list[str]]:
 def _is_mostly_above(estimate: Estimate, best: Estimate) -> bool:
     """Whether the error is above the best one's in more than half of the draws, which are the same for both.
 
-    To ask for 95 % of them chose too little correction from the few rows that a run records
+    With 95 % of the draws, too little correction was recommended from the few rows that a run records
     (docs/evidence.md, bill).
     """
     differences = estimate.error_draws[1:] - best.error_draws[1:]
@@ -199,23 +205,21 @@ def _is_mostly_above(estimate: Estimate, best: Estimate) -> bool:
 
 
 def _complexity(estimate: Estimate) -> tuple[int, int, int, bool, str]:
-    """Measuring only, token, prefix, turn, row weights; then with bounds on both sides; then with rules.
+    """Sort key: rejection rules, then bounds on both sides, then the level of the weights.
 
-    A loss with its own ratio to the rollout policy counts as weights: of tokens, or of rows for a product.
+    A loss with its own ratio to the rollout policy counts as weights: of sequences for a product, else of
+    tokens.
     """
     config = estimate.config
     fields = config.effective_fields()
-    rejects = sum(
-        1
-        for name in ("rollout_rs", "rollout_token_veto_threshold", "rollout_opsm_threshold")
-        if fields.get(name)
-    )
+    rules = ("rollout_rs", "rollout_token_veto_threshold", "rollout_opsm_threshold")
+    num_rules = sum(bool(fields.get(name)) for name in rules)
     has_band = config.rollout_is is not None and "_" in str(config.rollout_is_threshold)
     level = config.rollout_is
     if not config.applies_weights:
-        of_product = POLICY_LOSSES[config.named_loss or "vanilla"].ratio == "product"
-        level = "sequence" if of_product else "token"
-    return rejects, int(has_band), _LEVELS.index(level), config.bypass_mode, estimate.name
+        ratio = POLICY_LOSSES[config.named_loss or "vanilla"].ratio
+        level = "sequence" if ratio == "product" else "token"
+    return num_rules, int(has_band), _LEVELS.index(level), config.bypass_mode, estimate.name
 
 
 def extra_forwards(config: RolloutCorrectionConfig) -> int:
@@ -223,8 +227,7 @@ def extra_forwards(config: RolloutCorrectionConfig) -> int:
     return int(not config.in_actor) + int(config.in_actor and needs_statistics_first(config))
 
 
-def _notes(batch: RecordedBatch, of_logits: bool) -> list[str]:
-    level = reference_level(batch)
+def _notes(batch: RecordedBatch, has_bias_updates: bool) -> list[str]:
     rows, prompts = len(batch.mask), batch.num_prompts
     notes = [
         *batch.notes,
@@ -236,31 +239,31 @@ def _notes(batch: RecordedBatch, of_logits: bool) -> list[str]:
             f"Too few prompts: {FEWEST_PROMPTS} are needed for intervals that hold; "
             "trainer.token_records.full_freq records whole steps."
         )
-    if level == "token":
+    if reference_level(batch) == "token":
         notes.append(
             "The reference has token weights: sequence weights have too heavy a tail here (less than half of "
-            "the sample is left, or one row has a twentieth of the sum of squares)."
+            "the sample is kept, or one row has a twentieth of the sum of squares)."
         )
-    if of_logits and not batch.has_gradients:
+    if has_bias_updates and not batch.has_gradients:
         notes.append(
             "Norm and cosine count every token alike: algorithm.rollout_correction.diagnostics=full records "
             "how much each moves."
         )
-    if of_logits:
+    if has_bias_updates:
         notes.append(
             "Bias, noise and error are of the part of the update that moves the biases of sampled tokens."
         )
-    notes.append(f"Bypass presets are judged at their first update, {_clip(batch.clip)}.")
+    notes.append(f"Bypass presets are judged at their first update, {_clip_text(batch.clip)}.")
     return notes
 
 
-def _clip(clip: RatioOptions | None) -> str:
+def _clip_text(clip: RatioOptions | None) -> str:
     below, above = (clip or RatioOptions()).clip_bounds
     bounds = f"clipped to {1 - below:g} to {1 + above:g}"
     return f"{bounds} as in the run" if clip else f"{bounds}, the default: the run's files do not say"
 
 
-def _words(interval: Interval) -> str:
+def _interval_text(interval: Interval) -> str:
     if not math.isfinite(interval.value):
         return "-"
     value = f"{interval.value:.3g}"
