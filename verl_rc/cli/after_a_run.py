@@ -106,9 +106,10 @@ def _wandb_workspace(options: Options) -> None:
     try:
         from verl_rc.metrics.sinks import wandb_workspace as views
     except ImportError as error:
-        raise ValueError(
-            "wandb-workspaces must be installed for it; run `pip install 'verl_rc[wandb-workspaces]'`"
-        ) from error
+        from verl_rc.config.errors import install_extra
+
+        remedy = install_extra("wandb-workspaces")
+        raise ValueError(f"the package wandb-workspaces must be installed; {remedy}") from error
     view = views.workspace_json(entity, project) if options.json else None
     sys.stdout.write(f"{json.dumps(view, indent=2) if view else views.save_workspace(entity, project)}\n")
 
