@@ -13,7 +13,7 @@ from transformers import GemmaConfig, GemmaForCausalLM, PreTrainedModel, Qwen3Co
 from verl_rc import cli
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.distributed.process_group import leave_trainer_group
-from verl_rc.exact import ENGINE_ARGUMENTS, LIBRARIES, cpu_kernels
+from verl_rc.exact import ENGINE_ARGUMENTS, EXACT_ENVIRONMENT, cpu_kernels
 from verl_rc.preflight.captured_trainer import CapturedTrainer, Compared
 from verl_rc.rollout.vllm.options import VllmOptions
 from verl_rc.workers.environment import engine_environment, trainer_environment
@@ -178,7 +178,7 @@ def test_prompts_of_a_file_are_certified(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name in LIBRARIES["cpu"]:  # that the exact trainer of this process has set
+    for name in EXACT_ENVIRONMENT["cpu"]:  # that the exact trainer of this process has set
         monkeypatch.delenv(name, raising=False)
     model = write_tiny_model(tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("sort 3 1 2\n\nsort 9 8\n")

@@ -134,7 +134,7 @@ class CapturedTrainer:
             self._keep_output(name.removesuffix(end) + _PARTS[end], module)
         elif name.endswith(capture.FIRST_LAYER):
             self._keep_input(name.removesuffix(capture.FIRST_LAYER) + capture.EMBEDDING, module)
-        elif name.endswith(capture.KEPT_MODULES):
+        elif name.endswith(capture.CAPTURED_MODULES):
             if name.endswith("norm"):
                 self._keep_input(name + capture.RESIDUAL, module)
             elif end in _INPUTS:

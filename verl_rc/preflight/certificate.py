@@ -12,7 +12,7 @@ from verl_rc.config.models import model_source
 from verl_rc.data.tokenize import load_tokenizer
 from verl_rc.distributed.child_process import ChildProcess, RemoteError
 from verl_rc.distributed.process_group import trainer_device
-from verl_rc.exact import ENGINE_ARGUMENTS, capture, hold_sums
+from verl_rc.exact import ENGINE_ARGUMENTS, capture, fix_summation_order
 from verl_rc.preflight.captured_trainer import Compared
 from verl_rc.rollout.vllm.options import VllmOptions
 from verl_rc.workers.environment import engine_environment, trainer_environment
@@ -109,7 +109,7 @@ def certify(model: str, dtype: str, prompts: Path | None = None, exact: bool = T
     }
     options = VllmOptions(model_source(model), dtype, longest, arguments, exact=exact)
     if exact:
-        hold_sums(device)
+        fix_summation_order(device)
     cores = usable_cores()
     compared = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
 from verl_rc.exact import gpu_engine, gpu_kernels
-from verl_rc.exact.operations import require_rows_alone
+from verl_rc.exact.operations import require_batch_invariance
 from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.language_model import load_causal_lm
 from verl_rc.workers.operations import operations
@@ -89,7 +89,7 @@ def attention() -> dict[str, Any]:
 def layers() -> dict[str, Any]:
     """Linear layer, norm and rotary frequencies of trainer and engine."""
     x, residual, weight, scale = (torch.randn(*shape) for shape in ((20, 48), (20, 48), (64, 48), (48,)))
-    require_rows_alone({(48, 64)}, torch.float32, gpu_kernels.linear, "cpu")
+    require_batch_invariance({(48, 64)}, torch.float32, gpu_kernels.linear, "cpu")
     gradients = []
     for multiply in (gpu_kernels.linear, F.linear):
         inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
@@ -97,7 +97,7 @@ def layers() -> dict[str, Any]:
     layer = nn.Linear(48, 64, bias=False)
     with patch.object(engine_linear, "current_platform", SimpleNamespace(is_cuda_alike=lambda: True)):
         of_engine = engine_linear.UnquantizedLinearMethod().apply(layer, x, None)
-    gpu_engine.compute_alike()
+    gpu_engine.use_trainer_operations()
     with set_current_vllm_config(VllmConfig()):
         norm = RMSNorm(48)
         norm.weight.data = scale

@@ -16,7 +16,7 @@ from vllm.model_executor.custom_op import op_registry
 from vllm.model_executor.determinism import batch_invariant, batch_invariant_configs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from verl_rc.exact import ENGINE_ARGUMENTS, LIBRARIES, InexactError, gpu_kernels, trainer
+from verl_rc.exact import ENGINE_ARGUMENTS, EXACT_ENVIRONMENT, InexactError, gpu_kernels, trainer
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_vllm_takes_what_it_is_given() -> None:
 
 
 def test_layers_of_all_widths_are_added_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in LIBRARIES["cuda"].items():
+    for name, value in EXACT_ENVIRONMENT["cuda"].items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(batch_invariant, "_get_matmul_config", batch_invariant._get_matmul_config)
     tuned = next(iter(batch_invariant_configs._BATCH_INVARIANT_MATMUL_TUNED_CONFIGS.values()))
@@ -79,7 +79,7 @@ def test_layers_of_all_widths_are_added_in_one_order(monkeypatch: pytest.MonkeyP
 
 
 def test_vllm_outside_its_batch_invariant_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in LIBRARIES["cuda"].items():
+    for name, value in EXACT_ENVIRONMENT["cuda"].items():
         monkeypatch.setenv(name, value)
     gpu_kernels.require_vllm.__wrapped__()
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
@@ -92,6 +92,6 @@ def test_a_norm_that_adds_one_to_its_weight_is_refused(monkeypatch: pytest.Monke
         eps = 1e-6
 
     model = torch.nn.ModuleDict({"norm": GemmaNorm()})
-    monkeypatch.setattr(trainer, "of_this_device", lambda part: gpu_kernels)
+    monkeypatch.setattr(trainer, "device_module", lambda part: gpu_kernels)
     with pytest.raises(InexactError, match="but norm is a GemmaNorm"):
-        trainer.compute_exactly(model, torch.float32)
+        trainer.use_engine_operations(model, torch.float32)

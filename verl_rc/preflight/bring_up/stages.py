@@ -21,7 +21,7 @@ from verl_rc.data.batches import TokenBatch, TrainBatch
 from verl_rc.data.rollout_batch import build_rollout_batch
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.distributed.process_group import RankAddress
-from verl_rc.exact import hold_sums
+from verl_rc.exact import fix_summation_order
 from verl_rc.ppo.choices import update_limit
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.preflight.bring_up.run import Report
@@ -52,7 +52,7 @@ class Stages:
         self._config = config = with_value(config, "actor_rollout_ref.rollout.nnodes", 1)
         self._device = "cuda" if uses_gpus(config) else "cpu"
         if config.actor_rollout_ref.exact:
-            hold_sums(self._device)
+            fix_summation_order(self._device)
         self._num_ranks = config.num_ranks
 
     def machine(self) -> Report:

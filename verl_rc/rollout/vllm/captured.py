@@ -12,11 +12,11 @@ from vllm.inputs import tokens_input
 from verl_rc.exact.capture import (
     ACTIVATION,
     ATTENTION,
+    CAPTURED_MODULES,
     DOWN,
     EMBEDDING,
     FIRST_LAYER,
     HEAD,
-    KEPT_MODULES,
     RESIDUAL,
     ROTARY,
 )
@@ -48,7 +48,7 @@ class CapturingEngine:
         model = self._runner.model
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         for name, module in model.named_modules():
-            if name.endswith(KEPT_MODULES):
+            if name.endswith(CAPTURED_MODULES):
                 module.register_forward_hook(self._keeper(name), with_kwargs=True)
             # Activations are one module for all layers of some models: the next one's input says whose.
             if name.endswith(DOWN):
