@@ -21,7 +21,6 @@ from vllm.model_executor.layers import utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from verl_rc.exact import gpu_engine, gpu_kernels, operations, trainer
-from verl_rc.preflight.captured_trainer import CapturedTrainer  # noqa: F401  (a trainer's process is here)
 from verl_rc.rollout.vllm.captured import CapturingEngine
 from verl_rc.rollout.vllm.options import VllmOptions
 
