@@ -1,11 +1,14 @@
 """The certificate in words: equal only when every operation of every batch is, and the first that is not."""
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from small_models import write_small_model
 
 from verl_rc import cli
 from verl_rc.preflight import certificate
@@ -82,6 +85,40 @@ def test_the_exit_status_tells(
     assert cli.main(["exact", "org/model", "--dtype", "float32", "--ordinary"]) == status
     assert calls == [(("org/model", "float32", None), {"exact": False})]
     assert "attention" in capsys.readouterr().out
+
+
+class FakeProcess:
+    """Answers as an engine or a trainer whose numbers are all equal."""
+
+    started: ClassVar[list["FakeProcess"]] = []
+
+    def __init__(self, target: str, environment: object, wait: bool, **arguments: Any) -> None:
+        self.arguments = arguments
+        self.started.append(self)
+
+    def answer(self) -> None:
+        pass
+
+    def call(self, method: str, *_: object) -> object:
+        return 5 if method == "sample" else [equal(NORM)]
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_both_sides_compute_in_exact_mode_or_both_as_usual(
+    exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeProcess, "started", [])
+    monkeypatch.setattr(certificate, "ChildProcess", FakeProcess)
+    monkeypatch.setattr(certificate, "usable_cores", lambda: 1)
+    monkeypatch.setattr(os, "environ", environment := {})
+    assert certificate.certify(str(write_small_model(tmp_path)), "float32", exact=exact).is_exact
+    engine, trainer = (process.arguments for process in FakeProcess.started)
+    assert engine["options"].exact is trainer["exact"] is exact
+    assert ("compilation_config" in engine["options"].arguments) is exact
+    assert ("MKL_CBWR" in environment) is exact
 
 
 def test_a_file_without_prompts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
