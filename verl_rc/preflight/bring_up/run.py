@@ -60,6 +60,7 @@ def _run(config: RunConfig, name: str, limit: float) -> tuple[Report | None, Fin
         process.ask(name, timeout_seconds=limit)
         return process.answer(), Finding("ok", name, "")
     except HangError:
+        process.kill()
         return None, Finding(
             "failed",
             name,
