@@ -22,7 +22,7 @@ from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 from verl_rc.distributed.process_group import leave_trainer_group
 from verl_rc.exact import gpu_engine, gpu_kernels
 from verl_rc.exact.operations import require_batch_invariance
-from verl_rc.preflight.captured_trainer import CapturedTrainer, Compared
+from verl_rc.preflight.captured_trainer import CapturedTrainer, ComparedOperation
 from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.language_model import load_causal_lm
 from verl_rc.workers.operations import operations
@@ -151,7 +151,9 @@ class Checks:
     layers = staticmethod(layers)
     model = staticmethod(model)
 
-    def compare(self, folder: str, prompts: list[list[int]], file: str, exact: bool) -> list[Compared]:
+    def compare(
+        self, folder: str, prompts: list[list[int]], file: str, exact: bool
+    ) -> list[ComparedOperation]:
         """A trainer with an engine's ``file``."""
         try:
             return CapturedTrainer(folder, "float32", exact).compare(prompts, file)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, GemmaConfig, GemmaForCausalLM, Qwen3Config,
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.distributed.process_group import leave_trainer_group
 from verl_rc.exact import ENGINE_ARGUMENTS, cpu_kernels
-from verl_rc.preflight.captured_trainer import CapturedTrainer, Compared
+from verl_rc.preflight.captured_trainer import CapturedTrainer, ComparedOperation
 from verl_rc.preflight.certificate import certify
 from verl_rc.rollout.vllm.options import VllmOptions
 from verl_rc.workers.environment import engine_environment
@@ -38,7 +38,7 @@ MODEL: dict[str, Any] = {
     "max_position_embeddings": 64,
     "initializer_range": 0.3,
 }
-Compare = Callable[[], list[Compared]]
+Compare = Callable[[], list[ComparedOperation]]
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +76,8 @@ def rounded(values: Any) -> Any:
     return (values.view(whole) & ~7).view(values.dtype)
 
 
-def first_of(compared: list[Compared]) -> str:
-    return next((one.name for one in compared if one.different), "none")
+def first_of(compared: list[ComparedOperation]) -> str:
+    return next((operation.name for operation in compared if operation.different_rows), "none")
 
 
 def test_every_operation_of_both_phases_is_equal(compare: Compare) -> None:
@@ -85,12 +85,16 @@ def test_every_operation_of_both_phases_is_equal(compare: Compare) -> None:
     assert first_of(compared) == "none"
     places = sum(len(prompt) for prompt in PROMPTS)
     by_phase = {
-        decodes: {one.name for one in compared if one.decodes == decodes} for decodes in (False, True)
+        decodes: {operation.name for operation in compared if operation.decoding == decodes}
+        for decodes in (False, True)
     }
     # of 2 layers: 4 norms, the sums of two of them but for the first, 4 linear, rotary, attention, activation
     assert len(by_phase[False]) == 2 * 13 - 1 + len(("embedding", "sum", "norm", "logits", "log-probs"))
     assert by_phase[True] == by_phase[False]
-    assert {one.rows for one in compared if one.name == "model.norm"} == {places, 4 * len(PROMPTS)}
+    assert {operation.rows for operation in compared if operation.name == "model.norm"} == {
+        places,
+        4 * len(PROMPTS),
+    }
 
 
 PLANTED = [
@@ -116,9 +120,9 @@ def test_a_planted_rounding_of_a_module_is_located(
     monkeypatch.setattr(owner, "forward", lambda *inputs, **options: rounded(forward(*inputs, **options)))
     compared = compare()
     assert first_of(compared) == located
-    worst = next(one for one in compared if one.different)
-    assert worst.largest > 0
-    assert worst.first is not None
+    worst = next(operation for operation in compared if operation.different_rows)
+    assert worst.largest_difference > 0
+    assert worst.first_difference is not None
 
 
 def test_a_planted_rounding_of_attention_is_located(
@@ -156,6 +160,6 @@ def test_prompts_of_a_file_are_certified_for_gemma_in_float32(tmp_path: Path) ->
     (tmp_path / "prompts.txt").write_text("sort 3 1 2\n\nsort 9 8\n")
     certificate = certify(str(model), "float32", tmp_path / "prompts.txt")
     assert certificate.is_exact, [*certificate.lines()]
-    for compared in certificate.compared.values():
-        names = {one.name for one in compared}
+    for compared in certificate.operations.values():
+        names = {operation.name for operation in compared}
         assert {"model.embed_tokens", "model.layers.0.mlp.act_fn", "model.layers.1.mlp.act_fn"} <= names

@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.exact import ENGINE_ARGUMENTS, capture
-from verl_rc.preflight.captured_trainer import Compared
+from verl_rc.preflight.captured_trainer import ComparedOperation
 from verl_rc.rollout.vllm.options import VllmOptions
 from verl_rc.workers.environment import engine_environment, trainer_environment
 
@@ -63,24 +63,28 @@ def checks() -> Iterator[ChildProcess]:
 
 
 @pytest.fixture(scope="module")
-def comparisons(checks: ChildProcess, folder: Path) -> list[list[Compared]]:
+def comparisons(checks: ChildProcess, folder: Path) -> list[list[ComparedOperation]]:
     """Of the exact and of the ordinary trainer."""
     checks.answer()
     arguments = str(folder / "model"), PROMPTS, str(folder / "engine.pt")
     return [checks.call("compare", *arguments, exact) for exact in (True, False)]
 
 
-def test_engine_and_trainer_compute_the_same_bits(comparisons: list[list[Compared]]) -> None:
+def test_engine_and_trainer_compute_the_same_bits(comparisons: list[list[ComparedOperation]]) -> None:
     compared = comparisons[0]
-    assert {one.name for one in compared} >= {
+    assert {operation.name for operation in compared} >= {
         f"model.layers.0.{end}" for end in (*capture.CAPTURED_MODULES[1:], "self_attn.k_norm", capture.ROTARY)
     }
-    assert {one.decodes for one in compared} == {False, True}
-    assert not [(one.name, one.largest) for one in compared if one.different]
+    assert {operation.decoding for operation in compared} == {False, True}
+    assert not [
+        (operation.name, operation.largest_difference) for operation in compared if operation.different_rows
+    ]
 
 
-def test_the_ordinary_trainer_differs_from_the_first_norm_on(comparisons: list[list[Compared]]) -> None:
-    first = next(one for one in comparisons[1] if one.different)
+def test_the_ordinary_trainer_differs_from_the_first_norm_on(
+    comparisons: list[list[ComparedOperation]],
+) -> None:
+    first = next(operation for operation in comparisons[1] if operation.different_rows)
     assert first.name == "model.layers.0.input_layernorm"
 
 

@@ -13,7 +13,7 @@ from verl_rc.config.run import RunConfig
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.insight.replay.engine import environment_of_engine, options_of_run
 from verl_rc.metrics.bounds import BOUNDS
-from verl_rc.preflight.captured_trainer import Compared
+from verl_rc.preflight.captured_trainer import ComparedOperation
 from verl_rc.workers.environment import trainer_environment
 from verl_rc.workers.host import usable_cores
 
@@ -53,8 +53,8 @@ def find_parting(config: RunConfig, model_folder: str, prompts: list[list[int]])
             engine.end()
         alike, plain = (_trainer(model_folder, *how) for how in ((dtype, exact), ("float32", False)))
         try:
-            different = [one for one in alike.call("compare", prompts, of_engine) if one.different]
-            alike.call("keep", prompts, of_engine, of_trainer)
+            different = [one for one in alike.call("compare", prompts, of_engine) if one.different_rows]
+            alike.call("save_as_engine", prompts, of_engine, of_trainer)
             measured = [plain.call("compare", prompts, file) for file in (of_engine, of_trainer)]
         finally:
             alike.end()
@@ -72,12 +72,12 @@ def _trainer(model_folder: str, dtype: str, exact: bool) -> ChildProcess:
     )
 
 
-def parting(first: str, engine: Sequence[Compared], trainer: Sequence[Compared]) -> Parting:
+def parting(first: str, engine: Sequence[ComparedOperation], trainer: Sequence[ComparedOperation]) -> Parting:
     """The first operation of ``engine`` that is farther from float32 than ``trainer`` in its precision is."""
-    roundings = {(one.name, one.decodes): one.relative for one in trainer}
+    roundings = {(one.name, one.decoding): one.relative_error for one in trainer}
     for one in engine:
-        rounding = roundings[one.name, one.decodes]
+        rounding = roundings[one.name, one.decoding]
         # NaN is far, too
-        if not one.relative <= max(_SMALLEST, BOUNDS.far_above_floor * rounding):
-            return Parting(first, one.name, one.relative, rounding)
+        if not one.relative_error <= max(_SMALLEST, BOUNDS.far_above_floor * rounding):
+            return Parting(first, one.name, one.relative_error, rounding)
     return Parting(first)
