@@ -112,7 +112,7 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
         "else",
     )
     yield from _ratio_symbols(plan)
-    if policy.in_actor or policy.weights or policy.rejects:
+    if policy.in_actor or policy.applies_weights or policy.rejects_tokens:
         yield (
             "π_roll",
             "rollout policy: the engine, as it reported the log-prob of each token it sampled "
@@ -144,8 +144,8 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
             "",
             "a row's ratio is made of all of response_mask: a rejected token leaves the sum, not the ratio",
         )
-    counted = "response tokens (kept or not)" if policy.denominator == "original" else "kept tokens"
-    counted = counted if policy.rejects else "response tokens"
+    counted = "response tokens (kept or not)" if policy.counted_tokens == "original" else "kept tokens"
+    counted = counted if policy.rejects_tokens else "response tokens"
     for mode in sorted(policy.aggregations):
         divisors = AGGREGATIONS[mode].divisors.format(counted=counted, factor=actor.loss_scale_factor)
         yield "", f"{mode}: {divisors}"
@@ -165,7 +165,7 @@ def _kept_set(rollout: RolloutConfig) -> Iterator[Row]:
 
 def _ratio_symbols(plan: Plan) -> Iterator[Row]:
     policy, spec = plan.policy, plan.policy.spec
-    symbol = "π_roll" if policy.bypass else "π_old"
+    symbol = "π_roll" if policy.bypass_mode else "π_old"
     if spec is None:
         yield (
             "π_old",
@@ -173,19 +173,23 @@ def _ratio_symbols(plan: Plan) -> Iterator[Row]:
         )
         return
     if not spec.reads_old_log_probs:
-        ways = [symbol for symbol, enters in (("w", policy.weights), ("m", policy.rejects)) if enters]
+        ways = [
+            symbol
+            for symbol, enters in (("w", policy.applies_weights), ("m", policy.rejects_tokens))
+            if enters
+        ]
         how = (
             f"enters through {' and '.join(ways)} alone" if ways else f"does not enter the loss {policy.loss}"
         )
         yield "", f"no ratio, no clip: the {policy.old_policy} policy {how}"
         return
-    if policy.interpolates:
+    if policy.interpolates_proximal:
         yield (
             "π_old",
             "proximal policy: log π_old = (1 - a) log π_roll + a log π, where a is the share of the "
             "optimizer updates from π_roll to π that were made before the step; constant",
         )
-    elif not policy.bypass:
+    elif not policy.bypass_mode:
         yield (
             "π_old",
             "proximal policy: the actor before the step's first update, recomputed by old_log_prob "
@@ -200,7 +204,7 @@ def _ratio_symbols(plan: Plan) -> Iterator[Row]:
         yield "r", f"π(y) / {symbol}(y) of the sampled token{part}"
     elif spec.ratio == "row":
         yield "s", f"exp(mean over the row of log π(y) / {symbol}(y)), with each token's own gradient"
-    if policy.bypass:
+    if policy.bypass_mode:
         yield (
             "",
             "bypass mode: π_old is the rollout policy, nothing is recomputed"
@@ -210,9 +214,9 @@ def _ratio_symbols(plan: Plan) -> Iterator[Row]:
 
 def _weight_symbols(correction: RolloutCorrectionConfig, plan: Plan) -> Iterator[Row]:
     policy = plan.policy
-    if not policy.weights:
+    if not policy.applies_weights:
         return
-    ratio = "π / π_roll, with π detached" if policy.bypass else "π_old / π_roll"
+    ratio = "π / π_roll, with π detached" if policy.bypass_mode else "π_old / π_roll"
     bound = correction.weight_threshold()
     cut = (
         f"at most {bound.upper:g}" if bound.lower is None else f"0 outside [{bound.lower:g}, {bound.upper:g}]"
@@ -232,7 +236,7 @@ def _mask_meaning(correction: RolloutCorrectionConfig, plan: Plan) -> str:
         "reject_sequence": "whose row's log-probs are finite",
         "reject_token": "whose log-probs are finite",
     }
-    if not plan.policy.rejects:
+    if not plan.policy.rejects_tokens:
         condition = source.get(correction.nonfinite_logprob)
         return "1 on response tokens (response_mask)" + (f" {condition}" if condition else "")
     return "1 on response tokens that rejection kept (loss_mask = response_mask and keep_mask)"
@@ -243,13 +247,13 @@ def _correction(correction: RolloutCorrectionConfig, plan: Plan) -> Iterator[Row
     yield (
         "mode",
         "bypass: in the actor, mini-batch by mini-batch; current over rollout policy"
-        if policy.bypass
+        if policy.bypass_mode
         else "decoupled: in the actor, mini-batch by mini-batch; interpolated proximal over rollout policy"
-        if policy.interpolates
+        if policy.interpolates_proximal
         else "decoupled: in the driver, once per step; proximal over rollout policy",
     )
     reported = "reported only" if correction.rollout_is is not None else "none"
-    yield "weights", f"{correction.rollout_is}" if policy.weights else reported
+    yield "weights", f"{correction.rollout_is}" if policy.applies_weights else reported
     rules = [f"{rule} within {bound}" for rule, bound in correction.rejection_bounds().items()]
     if correction.rollout_rs_target_acceptance is not None:
         rules.append(f"the bound follows an acceptance of {correction.rollout_rs_target_acceptance:g}")
@@ -267,9 +271,9 @@ def _correction(correction: RolloutCorrectionConfig, plan: Plan) -> Iterator[Row
         "tokens",
     )
     ratio = None if policy.spec is None else policy.spec.ratio
-    if policy.bypass and ratio in ("token", "row", "product"):
+    if policy.bypass_mode and ratio in ("token", "row", "product"):
         yield "", "the ratio of the loss itself, to the rollout policy, corrects the gap"
-    elif not (policy.weights or policy.rejects):
+    elif not (policy.applies_weights or policy.rejects_tokens):
         yield "", "the gap is measured (rollout_corr/*), and nothing is corrected"
 
 
@@ -405,7 +409,7 @@ def _step(config: RunConfig, plan: Plan) -> Iterator[str]:
     name_width = max(len(phase.name) for phase in plan.phases)
     role_width = max(len(phase.role) for phase in plan.phases)
     for phase in plan.phases:
-        work = "; ".join(part for part in (_work(phase), phase.every) if part)
+        work = "; ".join(part for part in (_work(phase), phase.schedule) if part)
         yield f"  {phase.name:<{name_width}}  {phase.role:<{role_width}}  {work}".rstrip()
     forwards = [phase for phase in plan.phases if phase.forward_rows]
     names = ", ".join(phase.name for phase in forwards) or "none"
@@ -474,17 +478,17 @@ def _update_in_words(update: UpdateArithmetic, longest: int) -> str:
     low, high = update.rows_per_group
     per_group = f"{low}" if low == high else f"{low} to {high}"
     limit = (
-        f"{update.max_tokens * update.sharing} tokens"
+        f"{update.max_tokens * update.ranks_per_group} tokens"
         if update.max_tokens is not None
         else f"{update.max_rows} rows"
     )
     groups = f"{update.ranks} rank(s)"
-    if update.sharing > 1:
+    if update.ranks_per_group > 1:
         groups = (
-            f"{update.groups} group(s) of {update.sharing} ranks that share each row's tokens and attention "
-            "heads"
+            f"{update.num_groups} group(s) of {update.ranks_per_group} ranks that share each row's tokens "
+            "and attention heads"
         )
-    fewest = update.fewest_rows_per_micro_batch(longest)
+    fewest = update.rows_per_micro_batch(longest)
     at_least = f" ({fewest} of the longest rows)" if update.max_tokens is not None else ""
     return (
         f"{update.mini_batches_per_epoch} mini-batch(es) of {update.mini_batch_prompts} prompts = "
@@ -525,11 +529,11 @@ def _wrapped(start: str, text: str) -> list[str]:
 
 def policy_formula(plan: PolicyPlan) -> str:
     """``L_policy`` of a plan."""
-    weight = "w · " if plan.weights else ""
+    weight = "w · " if plan.applies_weights else ""
     if plan.spec is None:
         return f"{weight}the function {plan.loss}"
     if plan.spec.is_per_row:
-        own_weight = "W · " if plan.weights else ""
+        own_weight = "W · " if plan.applies_weights else ""
         return f"1/S · Σ_rows {own_weight}[{plan.spec.formula}]"
     return AGGREGATIONS[plan.aggregation].average_of(f"{weight}[{plan.spec.formula}]")
 
@@ -551,7 +555,7 @@ def total_formula(plan: PolicyPlan, kl_loss_type: str) -> str:
 
 def teacher_formula(plan: PolicyPlan, distillation: DistillationLossConfig) -> str:
     """``L_teacher`` of a plan."""
-    average, weight = AGGREGATIONS[plan.regulariser_aggregation], "w · " if plan.weights else ""
+    average, weight = AGGREGATIONS[plan.regulariser_aggregation], "w · " if plan.applies_weights else ""
     divergence = f"{distillation.loss_mode}(π, π_T)"
     if distillation.loss_mode == "forward_kl_topk":
         lowest = distillation.log_prob_min_clamp

@@ -341,7 +341,7 @@ def _micro_batch_tokens(update: UpdateArithmetic, longest: int) -> int:
     _, rows = update.rows_per_group
     if update.max_tokens is None:
         rows = min(update.max_rows or 1, rows)
-    part = -(-rows * longest // update.sharing)
+    part = -(-rows * longest // update.ranks_per_group)
     return part if update.max_tokens is None else min(update.max_tokens, part)
 
 
