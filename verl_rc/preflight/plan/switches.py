@@ -41,53 +41,66 @@ def _roles(config: RunConfig) -> Iterator[UnreadRule]:
         _keys(_REFERENCE, "model_path", "fsdp_config.*"),
         "with LoRA the reference is the actor without its adapters",
     )
-    adapters = _keys(_MODEL, "lora_alpha", "target_modules", "exclude_modules", "lora.merge")
-    yield not has_adapters, adapters, "lora_rank=0"
+    yield (
+        not has_adapters,
+        _keys(_MODEL, "lora_alpha", "target_modules", "exclude_modules", "lora.merge"),
+        "lora_rank=0",
+    )
     dtypes = {policy.rollout.dtype, policy.actor.fsdp_config.dtype, policy.ref.fsdp_config.dtype}
     yield (
         {torch_name(dtype) for dtype in dtypes} == {"float32"},
         _keys(_MODEL, "head_dtype"),
         "actor, reference and engines compute in float32 anyway",
     )
-    strategies = [f"{section}.strategy" for section in (_ACTOR, _REFERENCE, "critic")]
-    yield True, strategies, "fsdp and fsdp2 both mean FSDP2"
+    yield (
+        True,
+        [f"{section}.strategy" for section in (_ACTOR, _REFERENCE, "critic")],
+        "fsdp and fsdp2 both mean FSDP2",
+    )
 
 
 def _devices(config: RunConfig) -> Iterator[UnreadRule]:
     on_cpu, rollout = config.trainer.device == "cpu", config.actor_rollout_ref.rollout
     engine = ("gpu_memory_utilization", "free_cache_engine", "enforce_eager", "enable_chunked_prefill")
     yield on_cpu, _keys(_ROLLOUT, *engine), "trainer.device=cpu"
-    has_cache_size = rollout.kv_cache_megabytes is not None and not on_cpu
-    yield has_cache_size, _keys(_ROLLOUT, "gpu_memory_utilization"), "kv_cache_megabytes was given"
-    has_own_gpus = not config.actor_rollout_ref.hybrid_engine and not on_cpu
-    reason = "actor_rollout_ref.hybrid_engine=False: engines share no GPU with the trainer"
-    yield has_own_gpus, _keys(_ROLLOUT, "free_cache_engine"), reason
-    is_eager = config.actor_rollout_ref.exact and not on_cpu
-    yield is_eager, _keys(_ROLLOUT, "enforce_eager"), "actor_rollout_ref.exact=True captures no CUDA graph"
+    yield (
+        rollout.kv_cache_megabytes is not None and not on_cpu,
+        _keys(_ROLLOUT, "gpu_memory_utilization"),
+        "kv_cache_megabytes was given",
+    )
+    yield (
+        not config.actor_rollout_ref.hybrid_engine and not on_cpu,
+        _keys(_ROLLOUT, "free_cache_engine"),
+        "actor_rollout_ref.hybrid_engine=False: engines share no GPU with the trainer",
+    )
+    yield (
+        config.actor_rollout_ref.exact and not on_cpu,
+        _keys(_ROLLOUT, "enforce_eager"),
+        "actor_rollout_ref.exact=True captures no CUDA graph",
+    )
     frozen_sections = [policy.section for policy in config.frozen_policies.values()]
     learners = (_ACTOR, "critic") if config.needs_critic else (_ACTOR,)
     for section in (*learners, *frozen_sections):
-        offloads = _keys(f"{section}.fsdp_config", "param_offload", "optimizer_offload")
+        fsdp = f"{section}.fsdp_config"
+        offloads = _keys(fsdp, "param_offload", "optimizer_offload")
         yield on_cpu, offloads, "trainer.device=cpu: weights lie in host memory anyway"
-    frozen = [f"{section}.fsdp_config.optimizer_offload" for section in frozen_sections]
-    yield not on_cpu, frozen, "a policy that only scores has no optimizer"
-    groups = [f"{section}.fsdp_config.fsdp_size" for section in (*learners, *frozen_sections)]
-    yield config.num_ranks == 1, groups, "one rank holds all weights"
-    sums = [f"{name}.fsdp_config.use_no_sync_for_gradient_accumulation" for name in learners]
-    yield config.num_ranks == 1, sums, "one rank: its gradients are whole anyway"
+        yield config.num_ranks == 1, _keys(fsdp, "fsdp_size"), "one rank holds all weights"
+    frozen_optimizers = [f"{section}.fsdp_config.optimizer_offload" for section in frozen_sections]
+    yield not on_cpu, frozen_optimizers, "a policy that only scores has no optimizer"
+    gradient_sums = [f"{section}.fsdp_config.use_no_sync_for_gradient_accumulation" for section in learners]
+    yield config.num_ranks == 1, gradient_sums, "one rank: its gradients are whole anyway"
 
 
 def _micro_batches(config: RunConfig) -> Iterator[UnreadRule]:
-    policy, critic = config.actor_rollout_ref, config.critic
-    by_tokens = {f"{_ACTOR}.ppo": policy.actor.use_dynamic_bsz}
-    if config.needs_critic:
-        by_tokens["critic.ppo"] = critic.use_dynamic_bsz
-    by_tokens[f"{_ROLLOUT}.log_prob"] = policy.rollout.log_prob_use_dynamic_bsz
-    if config.needs_reference:
-        by_tokens[f"{_REFERENCE}.log_prob"] = policy.ref.log_prob_use_dynamic_bsz
-    if config.distillation.enabled:
-        by_tokens[f"{_TEACHER}.log_prob"] = config.distillation.teacher.log_prob_use_dynamic_bsz
-    for limit, is_dynamic in by_tokens.items():
+    policy, teacher = config.actor_rollout_ref, config.distillation.teacher
+    limits = [
+        (True, f"{_ACTOR}.ppo", policy.actor.use_dynamic_bsz),
+        (config.needs_critic, "critic.ppo", config.critic.use_dynamic_bsz),
+        (True, f"{_ROLLOUT}.log_prob", policy.rollout.log_prob_use_dynamic_bsz),
+        (config.needs_reference, f"{_REFERENCE}.log_prob", policy.ref.log_prob_use_dynamic_bsz),
+        (config.distillation.enabled, f"{_TEACHER}.log_prob", teacher.log_prob_use_dynamic_bsz),
+    ]
+    for limit, is_dynamic in ((limit, is_dynamic) for has_role, limit, is_dynamic in limits if has_role):
         switch = "use_dynamic_bsz" if limit.endswith("ppo") else "log_prob_use_dynamic_bsz"
         reason = f"{switch}={is_dynamic}: micro-batches are filled by"
         yield not is_dynamic, (f"{limit}_max_token_len_per_gpu",), f"{reason} rows"
@@ -107,9 +120,11 @@ def _schedules(config: RunConfig) -> Iterator[UnreadRule]:
 
 def _data_and_rewards(config: RunConfig) -> Iterator[UnreadRule]:
     data, reward = config.data, config.reward
-    # A class of the user's own may read the seed.
-    is_file_order = not data.shuffle and data.custom_cls.path is None
-    yield is_file_order, ("data.seed",), "shuffle=False: prompts are taken in the order of the files"
+    yield (
+        not data.shuffle and data.custom_cls.path is None,  # a class of the user's own may read the seed
+        ("data.seed",),
+        "shuffle=False: prompts are taken in the order of the files",
+    )
     yield (
         data.filter_overlong_prompts,
         ("data.truncation",),
@@ -123,15 +138,24 @@ def _data_and_rewards(config: RunConfig) -> Iterator[UnreadRule]:
     )
     yield not reward.reward_model.enable, ("reward.reward_model.*",), "it is not enabled"
     has_function = reward.custom_reward_function.path is not None
-    function = _keys("reward.custom_reward_function", "name", "reward_kwargs")
-    yield not has_function, function, "custom_reward_function.path=null: no function of your own"
+    yield (
+        not has_function,
+        _keys("reward.custom_reward_function", "name", "reward_kwargs"),
+        "custom_reward_function.path=null: no function of your own",
+    )
     processes = _keys("reward", "num_workers", "timeout_seconds", "memory_limit_megabytes")
-    is_model_alone = reward.reward_model.enable and not has_function
-    yield is_model_alone, processes, "the reward model's score is the reward: no function is called"
+    yield (
+        reward.reward_model.enable and not has_function,
+        processes,
+        "the reward model's score is the reward: no function is called",
+    )
     environment = config.actor_rollout_ref.rollout.environment
-    rewards_turns = environment.name is not None and environment.reward == "turns"
     scorers = _keys("reward", "custom_reward_function.*", "reward_model.*", "on_failure", "failure_score")
-    yield rewards_turns, (*scorers, *processes), "environment.reward=turns: no reward function is called"
+    yield (
+        environment.name is not None and environment.reward == "turns",
+        (*scorers, *processes),
+        "environment.reward=turns: no reward function is called",
+    )
 
 
 def _rollouts(config: RunConfig) -> Iterator[UnreadRule]:
@@ -140,45 +164,65 @@ def _rollouts(config: RunConfig) -> Iterator[UnreadRule]:
     yield not rollout.multi_turn.enable, _keys(_ROLLOUT, "multi_turn.*"), "it is not enabled"
     yield rollout.environment.name is None, _keys(_ROLLOUT, "environment.*"), "environment.name=null"
     yield True, _keys(_ROLLOUT, "seed"), "every request has a seed of its own, made from trainer.seed"
-    filters = _keys(f"{_ROLLOUT}.val_kwargs", "top_p", "top_k")
-    yield validation.is_greedy, filters, "validation is greedy (val_kwargs.do_sample, val_kwargs.temperature)"
-    temperature = _keys(f"{_ROLLOUT}.val_kwargs", "temperature")
-    yield validation.do_sample is False, temperature, "val_kwargs.do_sample=False is greedy"
-    validates_nothing = not (trainer.val_only or trainer.val_before_train or trainer.test_freq > 0)
-    keys = (
-        *_keys("trainer", "log_val_generations", "validation_data_dir"),
-        *_keys("data", "val_batch_size", "val_max_samples"),
-        f"{_ROLLOUT}.val_kwargs.*",
+    yield (
+        validation.is_greedy,
+        _keys(f"{_ROLLOUT}.val_kwargs", "top_p", "top_k"),
+        "validation is greedy (val_kwargs.do_sample, val_kwargs.temperature)",
     )
-    yield validates_nothing, keys, "trainer.test_freq <= 0 and val_before_train=False: nothing is validated"
+    yield (
+        validation.do_sample is False,
+        _keys(f"{_ROLLOUT}.val_kwargs", "temperature"),
+        "val_kwargs.do_sample=False is greedy",
+    )
+    yield (
+        not (trainer.val_only or trainer.val_before_train or trainer.test_freq > 0),
+        (
+            *_keys("trainer", "log_val_generations", "validation_data_dir"),
+            *_keys("data", "val_batch_size", "val_max_samples"),
+            f"{_ROLLOUT}.val_kwargs.*",
+        ),
+        "trainer.test_freq <= 0 and val_before_train=False: nothing is validated",
+    )
 
 
 def _trainer(config: RunConfig) -> Iterator[UnreadRule]:
     trainer, alerts = config.trainer, config.trainer.alerts
-    records = [name for name in TokenRecordsConfig.model_fields if name != "enable"]
-    reason = "token_records.enable=False"
-    yield not trainer.token_records.enable, _keys("trainer.token_records", *records), reason
+    yield (
+        not trainer.token_records.enable,
+        _keys(
+            "trainer.token_records", *(name for name in TokenRecordsConfig.model_fields if name != "enable")
+        ),
+        "token_records.enable=False",
+    )
     yield alerts.mismatch_limit is None, _keys("trainer.alerts", "mismatch"), "mismatch_limit=null: never"
-    collapse = _keys("trainer.alerts", "reward_collapse", "reward_window")
-    yield alerts.reward_drop is None, collapse, "reward_drop=null: never"
-    sends_page = "wandb" in trainer.logger and trainer.report == "at_end"
-    reason = "no report goes to W&B: it takes logger=wandb and report=at_end"
-    yield not sends_page, _keys("trainer", "wandb_text"), reason
-    own_folder = f"checkpoints/{trainer.project_name}/{trainer.experiment_name}"
-    is_nameless = "wandb" not in trainer.logger and trainer.default_local_dir != own_folder
-    reason = "logger has no wandb, and default_local_dir was given"
-    yield is_nameless, _keys("trainer", "project_name", "experiment_name"), reason
-    saves = "save_and_stop" in (alerts.mismatch, alerts.gap, alerts.cause, alerts.reward_collapse)
-    checkpoints = ("trainer.max_actor_ckpt_to_keep", f"{_ACTOR}.checkpoint.*", "critic.checkpoint.*")
-    saves_nothing = trainer.save_freq <= 0 and not saves
-    yield saves_nothing, checkpoints, "trainer.save_freq <= 0: nothing is saved"
+    yield (
+        alerts.reward_drop is None,
+        _keys("trainer.alerts", "reward_collapse", "reward_window"),
+        "reward_drop=null: never",
+    )
+    yield (
+        "wandb" not in trainer.logger or trainer.report != "at_end",
+        _keys("trainer", "wandb_text"),
+        "no report goes to W&B: it takes logger=wandb and report=at_end",
+    )
+    default_folder = f"checkpoints/{trainer.project_name}/{trainer.experiment_name}"
+    yield (
+        "wandb" not in trainer.logger and trainer.default_local_dir != default_folder,
+        _keys("trainer", "project_name", "experiment_name"),
+        "logger has no wandb, and default_local_dir was given",
+    )
+    alerts_save = "save_and_stop" in (alerts.mismatch, alerts.gap, alerts.cause, alerts.reward_collapse)
+    yield (
+        trainer.save_freq <= 0 and not alerts_save,
+        ("trainer.max_actor_ckpt_to_keep", f"{_ACTOR}.checkpoint.*", "critic.checkpoint.*"),
+        "trainer.save_freq <= 0: nothing is saved",
+    )
     training_keys = (
         *("total_epochs", "total_training_steps", "critic_warmup", "test_freq", "save_freq"),
         *("val_before_train", "rollout_data_dir", "max_nonfinite_updates", "token_records.*"),
     )
-    updates = ("algorithm.*", "critic.*", f"{_ACTOR}.optim.*")
     yield (
         trainer.val_only,
-        (*_keys("trainer", *training_keys), *updates),
+        (*_keys("trainer", *training_keys), "algorithm.*", "critic.*", f"{_ACTOR}.optim.*"),
         "trainer.val_only=True: nothing is trained",
     )
