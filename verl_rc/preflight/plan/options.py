@@ -42,13 +42,12 @@ def unused_options(
     """Every option without effect under ``config``, with its reason."""
     reasons = dict(_unread(config, policy, advantages))
     keys = [key for key in reasons if not _acts_through_another(config, key, reasons)]
-    unread = [UnusedOption(key, reasons[key], _is_changed(config, key)) for key in keys]
-    reported = [
-        UnusedOption(key, reason, _is_changed(config, key), metrics_only=True)
-        for key, reason in _metrics_only(config)
-    ]
+    rows = [(key, reasons[key], False) for key in keys]
+    rows += [(key, reason, True) for key, reason in _metrics_only(config)]
     return tuple(
-        option for option in (*unread, *reported) if not _covers(set(keys) - {option.key}, option.key)
+        UnusedOption(key, reason, _is_changed(config, key), metrics_only)
+        for key, reason, metrics_only in rows
+        if not _covers(set(keys) - {key}, key)
     )
 
 
@@ -100,38 +99,52 @@ def _unused_by_the_loss(
             option.key for option in LOSS_OPTIONS if option not in spec.options and not option.is_required
         )
         yield True, unread, f"the loss {policy.loss} does not read it"
-        reason = f"the estimator {advantages.estimator} gives no negative advantage"
-        gives_none = advantages.spec is not None and advantages.spec.never_negative
-        yield gives_none, [option.key for option in spec.only_negative], reason
+        yield (
+            advantages.spec is not None and advantages.spec.never_negative,
+            [option.key for option in spec.only_negative],
+            f"the estimator {advantages.estimator} gives no negative advantage",
+        )
         yield _CLIPS[0] in unread, ("clip_ratio",), f"the loss {policy.loss} does not read it"
         yield (
             _CLIPS[0] not in unread and has_own_clips,
             ("clip_ratio",),
             "clip_ratio_low and clip_ratio_high were given",
         )
-    has_own_average = policy.regulariser_aggregation not in policy.aggregations
     yield (
-        has_own_average,
+        policy.regulariser_aggregation not in policy.aggregations,
         ("loss_agg_mode",),
         f"the loss {policy.loss} has its own average, {policy.aggregation}",
     )
-    uses_factor = "seq-mean-token-sum-norm" in policy.aggregations
-    yield not uses_factor, ("loss_scale_factor",), "it belongs to loss_agg_mode=seq-mean-token-sum-norm"
+    yield (
+        "seq-mean-token-sum-norm" not in policy.aggregations,
+        ("loss_scale_factor",),
+        "it belongs to loss_agg_mode=seq-mean-token-sum-norm",
+    )
     yield policy.kl_loss_coef is None, ("kl_loss_coef", "kl_loss_type"), "use_kl_loss=False"
 
 
 def _unused_by_advantages(config: RunConfig, advantages: AdvantagePlan) -> Iterator[UnreadRule]:
-    algorithm, estimator = config.algorithm, f"the estimator {advantages.estimator} does not read it"
+    algorithm = config.algorithm
     if not config.distillation.has_task_loss:
         yield True, _ESTIMATOR_KEYS, _NO_TASK
         yield True, ("use_kl_in_reward", "kl_penalty", "kl_ctrl.*"), _NO_TASK
         return
-    yield True, [key for key in _ESTIMATOR_KEYS if not advantages.reads(key)], estimator
-    has_turns = config.actor_rollout_ref.rollout.converses
-    yield advantages.reads("turn_credit") and not has_turns, ("turn_credit",), "samples have one turn"
+    yield (
+        True,
+        [key for key in _ESTIMATOR_KEYS if not advantages.reads(key)],
+        f"the estimator {advantages.estimator} does not read it",
+    )
+    yield (
+        advantages.reads("turn_credit") and not config.actor_rollout_ref.rollout.converses,
+        ("turn_credit",),
+        "samples have one turn",
+    )
     yield not algorithm.use_kl_in_reward, ("kl_penalty", "kl_ctrl.*"), "use_kl_in_reward=False"
-    is_fixed = algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "fixed"
-    yield is_fixed, ("kl_ctrl.target_kl", "kl_ctrl.horizon"), "kl_ctrl.type=fixed"
+    yield (
+        algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "fixed",
+        ("kl_ctrl.target_kl", "kl_ctrl.horizon"),
+        "kl_ctrl.type=fixed",
+    )
 
 
 def _unused_by_the_teacher(config: RunConfig, policy: PolicyPlan) -> Iterator[UnreadRule]:
@@ -142,34 +155,37 @@ def _unused_by_the_teacher(config: RunConfig, policy: PolicyPlan) -> Iterator[Un
     section = "distillation_loss."
     yield not loss.use_task_rewards, (f"{section}distillation_loss_coef",), "there is no other term"
     yield True, (f"{section}policy_loss_mode",), "there is one"
-    for_top_tokens = (f"{section}topk", f"{section}log_prob_min_clamp")
     yield (
         not config.distillation.top_tokens,
-        for_top_tokens,
+        (f"{section}topk", f"{section}log_prob_min_clamp"),
         f"they belong to {section}loss_mode=forward_kl_topk",
     )
     reads_clips = policy.teacher_loss == "vanilla"
-    clips = ("clip_ratio", *_CLIPS)
-    reason = (
+    yield (
+        not reads_clips,
+        [section + clip for clip in ("clip_ratio", *_CLIPS)],
         "use_policy_gradient=False"
         if policy.teacher_loss is None
-        else f"{_CORRECTION}.loss_type={policy.teacher_loss}"
+        else f"{_CORRECTION}.loss_type={policy.teacher_loss}",
     )
-    yield not reads_clips, [section + clip for clip in clips], reason
-    has_own_clips = loss.clip_ratio not in (loss.clip_ratio_low, loss.clip_ratio_high)
-    clips_reason = "clip_ratio_low and clip_ratio_high were given"
-    yield reads_clips and has_own_clips, (f"{section}clip_ratio",), clips_reason
+    yield (
+        reads_clips and loss.clip_ratio not in (loss.clip_ratio_low, loss.clip_ratio_high),
+        (f"{section}clip_ratio",),
+        "clip_ratio_low and clip_ratio_high were given",
+    )
 
 
 def _metrics_only(config: RunConfig) -> Iterator[tuple[str, str]]:
     correction, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
     if not correction.applies_weights:
-        reason = (
-            "in bypass mode the ratio of the loss is itself current/rollout, so weights are reported and not "
-            "applied"
-        )
-        keys = ("rollout_is",) if correction.rollout_is is None else ("rollout_is", "rollout_is_threshold")
-        yield from ((f"{_CORRECTION}.{key}", reason) for key in keys)
+        for key in (
+            ("rollout_is",) if correction.rollout_is is None else ("rollout_is", "rollout_is_threshold")
+        ):
+            yield (
+                f"{_CORRECTION}.{key}",
+                "in bypass mode the ratio of the loss is itself current/rollout, so weights are reported and "
+                "not applied",
+            )
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
         yield (
             f"{_ACTOR}.use_kl_loss",
@@ -181,11 +197,11 @@ def _metrics_only(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.algorithm.estimator_reads("component_scores"):
         penalty_keys = ("kl_penalty", "kl_ctrl.kl_coef") if config.algorithm.use_kl_in_reward else ()
         for key in ("use_kl_in_reward", *penalty_keys):
-            reason = (
+            yield (
+                f"algorithm.{key}",
                 f"the estimator {config.algorithm.adv_estimator} looks at the parts of the reward, which "
-                "carry no penalty"
+                "carry no penalty",
             )
-            yield f"algorithm.{key}", reason
     elif config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef == 0:
         yield (
             "algorithm.use_kl_in_reward",
@@ -291,7 +307,7 @@ def _is_changed(config: RunConfig, key: str) -> bool:
     follows."""
     for leaf in fnmatch.filter(fields_of(RunConfig), key):
         value, followed = attrgetter(leaf)(config), FOLLOWED_KEYS.get(leaf)
-        is_own = followed is None or value != attrgetter(followed)(config)
-        if is_own and value != fields_of(RunConfig)[leaf].default:
+        is_own_value = followed is None or value != attrgetter(followed)(config)
+        if is_own_value and value != fields_of(RunConfig)[leaf].default:
             return True
     return False
