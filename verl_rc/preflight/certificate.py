@@ -64,14 +64,14 @@ class Certificate:
         operations = self._with_batches()
         yield f"{'operation':18} {'prefill':>10} {'decoding':>10}   first that differs"
         for kind, suffixes in _KINDS.items():
-            of_kind = [
+            compared = [
                 (batch, operation) for batch, operation in operations if operation.name.endswith(suffixes)
             ]
             prefill, decoding = (
-                _largest_difference([operation for _, operation in of_kind if operation.decoding is phase])
+                _largest_difference([operation for _, operation in compared if operation.decoding is phase])
                 for phase in (False, True)
             )
-            yield f"{kind:18} {prefill:>10} {decoding:>10}   {_first_difference(of_kind)}".rstrip()
+            yield f"{kind:18} {prefill:>10} {decoding:>10}   {_first_difference(compared)}".rstrip()
         rows = sum(operation.rows for _, operation in operations)
         batches = ", ".join(self.operations)
         yield f"{rows:,} rows of numbers, batches of {batches} ({self.cached_tokens:,} tokens)"

@@ -176,13 +176,15 @@ def _ratio_symbols(plan: Plan) -> Iterator[Row]:
     if not spec.reads_old_log_probs:
         symbols = [
             symbol
-            for symbol, enters in (("w", policy.applies_weights), ("m", policy.rejects_tokens))
-            if enters
+            for symbol, is_used in (("w", policy.applies_weights), ("m", policy.rejects_tokens))
+            if is_used
         ]
-        how = (
-            f"enters through {' and '.join(symbols)} alone" if symbols else f"does not enter the loss {policy.loss}"
+        effect = (
+            f"enters through {' and '.join(symbols)} alone"
+            if symbols
+            else f"does not enter the loss {policy.loss}"
         )
-        yield "", f"no ratio, no clip: the {policy.old_policy} policy {how}"
+        yield "", f"no ratio, no clip: the {policy.old_policy} policy {effect}"
         return
     if policy.interpolates_proximal:
         yield (

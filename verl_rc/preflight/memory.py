@@ -350,9 +350,15 @@ def host_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: bool) -> 
     """Host memory of the run; with GPUs, that of libraries, offloaded weights and moments, and copies for
     checkpoints."""
     per_role = [role.baseline * role.processes if on_gpu else role.total for role in roles]
-    extra = _copied_bytes(config, roles) + (_offloaded_bytes(config, roles) if on_gpu else 0)
+    at_rest = _at_rest(config, roles)
+    offloaded = sum(
+        role.processes * (role.weights + role.optimizer - at_rest[role.role])
+        for role in roles
+        if role.role in at_rest
+    )
+    extra = _copied_bytes(config, roles) + (offloaded if on_gpu else 0)
     # Roles of a rank compute one after the other and reuse each other's memory.
-    transient = [role.gathered + role.activations for role in roles if role.role in config.fsdp_configs]
+    transient = [role.gathered + role.activations for role in roles if role.role in at_rest]
     reused = 0 if on_gpu else (sum(transient) - max(transient)) * config.num_ranks
     return sum(per_role) - reused + (DRIVER_MIB + RAY_MIB) * MIB + extra
 
@@ -366,19 +372,6 @@ def _copied_bytes(config: RunConfig, roles: Sequence[RoleMemory]) -> int:
         "critic": config.critic.checkpoint.async_save,
     }
     return sum(role.processes * role.optimizer * 3 // 2 for role in roles if copies.get(role.role))
-
-
-def _offloaded_bytes(config: RunConfig, roles: Sequence[RoleMemory]) -> int:
-    configs = config.fsdp_configs
-    return sum(
-        role.processes
-        * (
-            role.weights * configs[role.role].param_offload
-            + role.optimizer * configs[role.role].optimizer_offload
-        )
-        for role in roles
-        if role.role in configs
-    )
 
 
 def gpu_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
@@ -403,11 +396,10 @@ def gpu_update_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str
     fixed_bytes = CONTEXT_MIB * MIB
     if config.actor_rollout_ref.hybrid_engine:
         fixed_bytes += ASLEEP_MIB * MIB if rollout.free_cache_engine else engine.model
-    others_at_rest = {role: sum(at_rest.values()) - resting_bytes for role, resting_bytes in at_rest.items()}
     return {
-        role.role: fixed_bytes + others_at_rest[role.role] + role.model
+        role.role: fixed_bytes + sum(at_rest.values()) - at_rest[role.role] + role.model
         for role in roles
-        if role.role in others_at_rest
+        if role.role in at_rest
     }
 
 
