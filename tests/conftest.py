@@ -22,7 +22,7 @@ for name, value in {
 from hypothesis import HealthCheck, settings  # noqa: E402  (after the environment)
 
 from verl_rc.distributed.child_process import importing  # noqa: E402
-from verl_rc.exact import LIBRARIES  # noqa: E402
+from verl_rc.exact import EXACT_ENVIRONMENT  # noqa: E402
 
 # a busy machine is no defect of the code under test
 settings.register_profile("verl_rc", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -67,6 +67,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 def _sums_are_held_in_exact_mode_alone() -> Iterator[None]:
     """Exact mode sets them for its process, which here goes on with other tests."""
     yield
-    for of_device in LIBRARIES.values():
+    for of_device in EXACT_ENVIRONMENT.values():
         for name in of_device.keys() - ENVIRONMENT:
             os.environ.pop(name, None)

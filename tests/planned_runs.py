@@ -196,14 +196,21 @@ def corrected(
     return batch, counts
 
 
+_BATCHES: dict[tuple[str, int], tuple[Inputs, TrainBatch]] = {}
+"""Of ``outcome``, by the section that makes them, and by the inputs, which stay alive."""
+
+
 def outcome(config: RunConfig, inputs: Inputs = INPUTS) -> tuple[bytes, ...]:
     """Loss and gradients that training on ``inputs`` comes to."""
     current = current_scores()
-    loss = loss_of(config, scored_step(config, inputs).batch, current)
+    key = config.algorithm.model_dump_json(), id(inputs)
+    if key not in _BATCHES:
+        _BATCHES[key] = inputs, scored_step(config, inputs).batch
+    loss = loss_of(config, _BATCHES[key][1], current)
     leaves = [current.log_probs, current.entropies]
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-    found = [tensor.detach() for tensor in (loss, *gradients) if tensor is not None]
-    return tuple((tensor + 0.0).numpy().tobytes() for tensor in found)  # zeros without their sign
+    results = [tensor.detach() for tensor in (loss, *gradients) if tensor is not None]
+    return tuple((tensor + 0.0).numpy().tobytes() for tensor in results)  # zeros without their sign
 
 
 def perturbed(values: Tensor, seed: int = 9) -> Tensor:

@@ -5,9 +5,9 @@ import os
 from typing import Any
 from unittest.mock import patch
 
-from verl_rc.exact import LIBRARIES
+from verl_rc.exact import EXACT_ENVIRONMENT
 
-os.environ |= {**LIBRARIES["cuda"], "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+os.environ |= {**EXACT_ENVIRONMENT["cuda"], "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 import torch
 from vllm.platforms import current_platform
@@ -21,14 +21,13 @@ from vllm.model_executor.layers import utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from verl_rc.exact import gpu_engine, gpu_kernels, operations, trainer
-from verl_rc.preflight.captured_trainer import CapturedTrainer  # noqa: F401  (a trainer's process is here)
 from verl_rc.rollout.vllm.captured import CapturingEngine
 from verl_rc.rollout.vllm.options import VllmOptions
 
 batch_invariant.num_compute_units = lambda *_: 1
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 gpu_kernels.DEVICE = "cpu"
-trainer.of_this_device = lambda part: gpu_kernels
+trainer.device_module = lambda part: gpu_kernels
 operations._ROWS = (1, 17)  # more take a minute
 
 
@@ -36,7 +35,7 @@ class Engine(CapturingEngine):
     """With the operations of a GPU, in the runner of vLLM's CPU build."""
 
     def __init__(self, options: VllmOptions) -> None:
-        gpu_engine.compute_alike()
+        gpu_engine.use_trainer_operations()
         # What vLLM does itself on a GPU in its batch-invariant mode, which it refuses on a CPU.
         os.environ["VLLM_BATCH_INVARIANT"] = "0"
         self._library = torch.library.Library("aten", "IMPL")

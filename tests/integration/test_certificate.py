@@ -8,15 +8,15 @@ import pytest
 import torch
 from small_checkpoints import write_tiny_model
 from torch import Tensor, nn
-from transformers import GemmaConfig, GemmaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, GemmaConfig, GemmaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from verl_rc import cli
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.distributed.process_group import leave_trainer_group
-from verl_rc.exact import ENGINE_ARGUMENTS, LIBRARIES, cpu_kernels
-from verl_rc.preflight.captured_trainer import CapturedTrainer, Compared
+from verl_rc.exact import ENGINE_ARGUMENTS, cpu_kernels
+from verl_rc.preflight.captured_trainer import CapturedTrainer, ComparedOperation
+from verl_rc.preflight.certificate import certify
 from verl_rc.rollout.vllm.options import VllmOptions
-from verl_rc.workers.environment import engine_environment, trainer_environment
+from verl_rc.workers.environment import engine_environment
 
 PROMPTS = [[1 + (7 * row + 3 * place) % 27 for place in range(2 + row % 5)] for row in range(7)]
 ARGUMENTS: dict[str, Any] = {
@@ -38,28 +38,22 @@ MODEL: dict[str, Any] = {
     "max_position_embeddings": 64,
     "initializer_range": 0.3,
 }
-Compare = Callable[[], list[Compared]]
-
-
-def sampled_by_engine(model: PreTrainedModel, folder: Path, dtype: str) -> Path:
-    """What an engine with these weights computed, in a file beside the model."""
-    model.save_pretrained(folder / "model")
-    options = VllmOptions(
-        str(folder / "model"), dtype, 64, {**ARGUMENTS, **ENGINE_ARGUMENTS["cpu"]}, exact=True
-    )
-    environment = engine_environment(num_threads=1, device="cpu", one_node=True)
-    engine = ChildProcess("verl_rc.rollout.vllm.captured:CapturingEngine", environment, options=options)
-    engine.call("sample", PROMPTS, 5, str(folder / "engine.pt"))
-    engine.end()
-    return folder / "engine.pt"
+Compare = Callable[[], list[ComparedOperation]]
 
 
 @pytest.fixture(scope="module")
 def trainer_and_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[CapturedTrainer, Path]]:
+    """A trainer, and what an engine with its weights computed."""
     folder = tmp_path_factory.mktemp("exact")
+    model, file = str(folder / "model"), folder / "engine.pt"
     torch.manual_seed(0)
-    file = sampled_by_engine(Qwen3ForCausalLM(Qwen3Config(**MODEL)), folder, DTYPE)
-    yield CapturedTrainer(str(folder / "model"), DTYPE, exact=True), file
+    Qwen3ForCausalLM(Qwen3Config(**MODEL)).save_pretrained(model)
+    options = VllmOptions(model, DTYPE, 64, {**ARGUMENTS, **ENGINE_ARGUMENTS["cpu"]}, exact=True)
+    environment = engine_environment(num_threads=1, device="cpu", one_node=True)
+    engine = ChildProcess("verl_rc.rollout.vllm.captured:CapturingEngine", environment, options=options)
+    engine.call("sample", PROMPTS, 5, str(file))
+    engine.end()
+    yield CapturedTrainer(model, DTYPE, exact=True), file
     leave_trainer_group()
 
 
@@ -82,8 +76,8 @@ def rounded(values: Any) -> Any:
     return (values.view(whole) & ~7).view(values.dtype)
 
 
-def first_of(compared: list[Compared]) -> str:
-    return next((one.name for one in compared if one.different), "none")
+def first_of(compared: list[ComparedOperation]) -> str:
+    return next((operation.name for operation in compared if operation.different_rows), "none")
 
 
 def test_every_operation_of_both_phases_is_equal(compare: Compare) -> None:
@@ -91,30 +85,16 @@ def test_every_operation_of_both_phases_is_equal(compare: Compare) -> None:
     assert first_of(compared) == "none"
     places = sum(len(prompt) for prompt in PROMPTS)
     by_phase = {
-        decodes: {one.name for one in compared if one.decodes == decodes} for decodes in (False, True)
+        decodes: {operation.name for operation in compared if operation.decoding == decodes}
+        for decodes in (False, True)
     }
     # of 2 layers: 4 norms, the sums of two of them but for the first, 4 linear, rotary, attention, activation
     assert len(by_phase[False]) == 2 * 13 - 1 + len(("embedding", "sum", "norm", "logits", "log-probs"))
     assert by_phase[True] == by_phase[False]
-    assert {one.rows for one in compared if one.name == "model.norm"} == {places, 4 * len(PROMPTS)}
-
-
-def test_gemma_is_equal_in_float32(tmp_path: Path) -> None:
-    """Its embedding has a factor, its layers share one activation, and 48 numbers are no whole vectors."""
-    torch.manual_seed(0)
-    file = sampled_by_engine(GemmaForCausalLM(GemmaConfig(**MODEL)), tmp_path, "float32")
-    other = ChildProcess(
-        "verl_rc.preflight.captured_trainer:CapturedTrainer",
-        trainer_environment(num_threads=1, one_node=True),
-        model_path=str(tmp_path / "model"),
-        dtype="float32",
-        exact=True,
-    )
-    compared = other.call("compare", PROMPTS, str(file))
-    other.end()
-    assert first_of(compared) == "none"
-    names = {one.name for one in compared}
-    assert {"model.embed_tokens", "model.layers.0.mlp.act_fn", "model.layers.1.mlp.act_fn"} <= names
+    assert {operation.rows for operation in compared if operation.name == "model.norm"} == {
+        places,
+        4 * len(PROMPTS),
+    }
 
 
 PLANTED = [
@@ -140,9 +120,9 @@ def test_a_planted_rounding_of_a_module_is_located(
     monkeypatch.setattr(owner, "forward", lambda *inputs, **options: rounded(forward(*inputs, **options)))
     compared = compare()
     assert first_of(compared) == located
-    worst = next(one for one in compared if one.different)
-    assert worst.largest > 0
-    assert worst.first is not None
+    worst = next(operation for operation in compared if operation.different_rows)
+    assert worst.largest_difference > 0
+    assert worst.first_difference is not None
 
 
 def test_a_planted_rounding_of_attention_is_located(
@@ -170,26 +150,16 @@ def test_planted_log_probs_are_located(
     assert first_of(compare()) == "log_probs"
 
 
-@pytest.mark.parametrize(("options", "status"), [([], 0), (["--ordinary"], 1)], ids=["exact", "ordinary"])
-def test_prompts_of_a_file_are_certified(
-    options: list[str],
-    status: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for name in LIBRARIES["cpu"]:  # that the exact trainer of this process has set
-        monkeypatch.delenv(name, raising=False)
-    model = write_tiny_model(tmp_path / "model")
+def test_prompts_of_a_file_are_certified_for_gemma_in_float32(tmp_path: Path) -> None:
+    """Its embedding has a factor, its layers share one activation, and 48 numbers are no whole vectors."""
+    model = write_tiny_model(tmp_path / "model")  # for its tokenizer
+    tokenizer_size = AutoConfig.from_pretrained(model).vocab_size
+    torch.manual_seed(0)
+    config = GemmaConfig(**MODEL | {"vocab_size": tokenizer_size, "max_position_embeddings": 512})
+    GemmaForCausalLM(config).save_pretrained(model)
     (tmp_path / "prompts.txt").write_text("sort 3 1 2\n\nsort 9 8\n")
-    arguments = ["exact", str(model), "--prompts", str(tmp_path / "prompts.txt"), *options]
-    assert cli.main(arguments) == status
-    lines = capsys.readouterr().out.splitlines()
-    said = {line[:17].strip(): line[18:].split() for line in lines if line[:1].islower()}
-    if status:
-        assert said["embedding"][:2] == ["equal", "equal"]
-        assert lines[-1].startswith("not exact; the first operation that differs is model.layers.0.")
-        assert "batch of 1, " in lines[-1]
-    else:
-        assert lines[-1] == "exact: engine and trainer agree to the last bit"
-        assert said["log-softmax"] == ["equal", "equal"]
+    certificate = certify(str(model), "float32", tmp_path / "prompts.txt")
+    assert certificate.is_exact, [*certificate.lines()]
+    for compared in certificate.operations.values():
+        names = {operation.name for operation in compared}
+        assert {"model.embed_tokens", "model.layers.0.mlp.act_fn", "model.layers.1.mlp.act_fn"} <= names

@@ -1,6 +1,7 @@
-"""The certificate of a GPU's operations: a real engine and the trainer, both in Triton's interpreter."""
+"""A GPU's side of exact mode as far as a CPU can tell: a real engine, the trainer and single kernels, all in
+Triton's interpreter."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.exact import ENGINE_ARGUMENTS, capture
-from verl_rc.preflight.captured_trainer import Compared
+from verl_rc.preflight.captured_trainer import ComparedOperation
 from verl_rc.rollout.vllm.options import VllmOptions
 from verl_rc.workers.environment import engine_environment, trainer_environment
 
@@ -34,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=29,
         hidden_size=64,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
@@ -47,37 +48,67 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = engine_environment(1, "cpu", one_node=True)
     engine = ChildProcess("triton_interpreter:Engine", environment, options=options)
     try:
-        engine.call("sample", PROMPTS[1:2], 3, str(folder / "engine.pt"))
+        engine.call("sample", PROMPTS[1:2], 1, str(folder / "engine.pt"))
         assert engine.call("sample", PROMPTS, 3, str(folder / "engine.pt")) == 2 * 32
     finally:
         engine.end()
     return folder
 
 
-def compare(folder: Path, exact: bool) -> Sequence[Compared]:
-    trainer = ChildProcess(
-        "triton_interpreter:CapturedTrainer",
-        trainer_environment(1, one_node=True),
-        model_path=str(folder / "model"),
-        dtype="float32",
-        exact=exact,
-    )
-    try:
-        compared: Sequence[Compared] = trainer.call("compare", PROMPTS, str(folder / "engine.pt"))
-    finally:
-        trainer.end()
-    return compared
+@pytest.fixture(scope="module")
+def checks() -> Iterator[ChildProcess]:
+    checks = ChildProcess("interpreted_checks:Checks", trainer_environment(1, one_node=True), wait=False)
+    yield checks
+    checks.end()
 
 
-def test_engine_and_trainer_compute_the_same_bits(folder: Path) -> None:
-    compared = compare(folder, exact=True)
-    assert {one.name for one in compared} >= {
-        f"model.layers.1.{end}" for end in (*capture.KEPT_MODULES[1:], "self_attn.k_norm", capture.ROTARY)
+@pytest.fixture(scope="module")
+def comparisons(checks: ChildProcess, folder: Path) -> list[list[ComparedOperation]]:
+    """Of the exact and of the ordinary trainer."""
+    checks.answer()
+    arguments = str(folder / "model"), PROMPTS, str(folder / "engine.pt")
+    return [checks.call("compare", *arguments, exact) for exact in (True, False)]
+
+
+def test_engine_and_trainer_compute_the_same_bits(comparisons: list[list[ComparedOperation]]) -> None:
+    compared = comparisons[0]
+    assert {operation.name for operation in compared} >= {
+        f"model.layers.0.{end}" for end in (*capture.CAPTURED_MODULES[1:], "self_attn.k_norm", capture.ROTARY)
     }
-    assert {one.decodes for one in compared} == {False, True}
-    assert not [(one.name, one.largest) for one in compared if one.different]
+    assert {operation.decoding for operation in compared} == {False, True}
+    assert not [
+        (operation.name, operation.largest_difference) for operation in compared if operation.different_rows
+    ]
 
 
-def test_the_ordinary_trainer_differs_from_the_first_norm_on(folder: Path) -> None:
-    first = next(one for one in compare(folder, exact=False) if one.different)
+def test_the_ordinary_trainer_differs_from_the_first_norm_on(
+    comparisons: list[list[ComparedOperation]],
+) -> None:
+    first = next(operation for operation in comparisons[1] if operation.different_rows)
     assert first.name == "model.layers.0.input_layernorm"
+
+
+def test_attention_is_that_of_a_float64_loop_alone_in_company_and_decoding(
+    comparisons: object, checks: ChildProcess
+) -> None:
+    attention = checks.call("attention")
+    assert attention.pop("error") < 1e-5
+    assert attention == {"alone": True, "decoded": True}
+
+
+def test_layers_are_those_of_the_engine_with_gradients_of_the_trainer(
+    comparisons: object, checks: ChildProcess
+) -> None:
+    layers = checks.call("layers")
+    assert layers.pop("frequencies") == "meta"  # where the engine builds its model
+    assert layers == {"engine": True, "gradients": True, "norm": True, "sum": True}
+
+
+def test_log_probs_of_a_model_do_not_depend_on_the_batch(
+    comparisons: object, checks: ChildProcess, tmp_path: Path
+) -> None:
+    model = checks.call("model", str(tmp_path))
+    assert model["alone"]
+    assert not model["same"]  # as the ordinary ones to the bit: they would be those
+    assert model["error"] < 1e-4
+    assert model["gradient error"] < 1e-3

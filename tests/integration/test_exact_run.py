@@ -13,7 +13,7 @@ from small_runs import run_overrides
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import TokenBatch
 from verl_rc.data.token_record import FOLDER
-from verl_rc.exact import LIBRARIES
+from verl_rc.exact import EXACT_ENVIRONMENT
 from verl_rc.insight.replay.rows import read_rows
 from verl_rc.insight.replay.trainer import TrainerReplay
 from verl_rc.insight.replay.weights import KeptWeights, config_of
@@ -46,7 +46,7 @@ def scores_of(config: RunConfig, weights: str, tokens: TokenBatch) -> torch.Tens
 def test_every_token_of_a_partial_rollout_is_that_of_its_own_weights(
     task: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in LIBRARIES["cpu"].items():
+    for name, value in EXACT_ENVIRONMENT["cpu"].items():
         monkeypatch.setenv(name, value)
     result = train([*run_overrides(task, tmp_path), *EXACT, *PARTIAL, *of_folder(tmp_path)])
     assert result.returncode == 0, result.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Tools that read what a run left, or leaves while it goes on."""
+"""Tools that read the folder of a run, also while it goes on."""
 
 import json
 import sys
@@ -6,16 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from verl_rc.cli.subcommand import (
-    STEPS,
+    STEPS_ARGUMENT,
     Options,
     Subcommand,
     path_argument,
     positive_number,
     precision_pair,
     quieten_libraries,
+    step_keywords,
     step_pair,
-    step_range,
     write_lines,
+    write_result,
 )
 
 
@@ -37,8 +38,15 @@ def _diagnose(options: Options) -> None:
     names = list(REPLAYS) if options.replay == "all" else [name for name in options.replay.split(",") if name]
     if unknown := [name for name in names if name not in REPLAYS]:
         raise ValueError(f"--replay must be of {', '.join(REPLAYS)}, got {', '.join(unknown)}")
-    given = {name: getattr(options, name) for name in ("model", "temperature", "dtypes")}
-    request = DiagnosisRequest(options.folder, names, options.rows, **given, **step_range(options))
+    request = DiagnosisRequest(
+        options.folder,
+        names,
+        options.rows,
+        model=options.model,
+        temperature=options.temperature,
+        dtypes=options.dtypes,
+        **step_keywords(options),
+    )
     if options.model is not None:
         quieten_libraries()
         from verl_rc.insight.replay.foreign import diagnose_with_model
@@ -51,7 +59,7 @@ def _diagnose(options: Options) -> None:
         diagnosis = diagnose_with_replays(request)
     else:
         diagnosis = diagnose(request)
-    write_lines([json.dumps(diagnosis.as_json(), indent=2)] if options.json else diagnosis.lines())
+    write_result(diagnosis, options.json)
 
 
 def _export(options: Options) -> None:
@@ -59,13 +67,13 @@ def _export(options: Options) -> None:
     from verl_rc.workers.export import export_checkpoint
 
     line = export_checkpoint(options.checkpoint, options.output, options.part, options.dtype, options.model)
-    sys.stdout.write(f"{line}\n")
+    write_lines([line])
 
 
 def _plot(options: Options) -> None:
     from verl_rc.insight.picture import draw_run
 
-    sys.stdout.write(f"{draw_run(options.folder)}\n")
+    write_lines([f"{draw_run(options.folder)}"])
 
 
 def _report(options: Options) -> None:
@@ -77,20 +85,20 @@ def _report(options: Options) -> None:
         newest_steps=options.last,
         with_text=not options.no_text,
         max_megabytes=options.max_megabytes,
-        **step_range(options),
+        **step_keywords(options),
     )
     report = write_report(request)
     verdicts = list(zip(report.runs, report.verdicts, strict=True))
     if options.json:
         runs = [{"name": run.name, "verdict": verdict.as_json()} for run, verdict in verdicts]
-        sys.stdout.write(f"{json.dumps({'report': str(report.path), 'runs': runs}, indent=2)}\n")
+        write_lines([json.dumps({"report": str(report.path), "runs": runs}, indent=2)])
         return
     for run, verdict in verdicts:
         lines = verdict.lines() if run.is_own else [*verdict.lines(), f"  read as: {run.source}"]
         if len(verdicts) > 1:
             lines[0] = f"{run.name}: {lines[0]}"
         write_lines(lines)
-    sys.stdout.write(f"report: {report.path}\n")
+    write_lines([f"report: {report.path}"])
 
 
 def _trace(options: Options) -> None:
@@ -104,13 +112,15 @@ def _wandb_workspace(options: Options) -> None:
     if not (entity and slash and project) or "/" in project:
         raise ValueError(f"the project must be given as ENTITY/PROJECT, got {options.project}")
     try:
-        from verl_rc.metrics.sinks import wandb_workspace as views
+        from verl_rc.metrics.sinks.wandb_workspace import save_workspace, workspace_json
     except ImportError as error:
+        from verl_rc.config.errors import install_extra
+
         raise ValueError(
-            "wandb-workspaces must be installed for it; run `pip install 'verl_rc[wandb-workspaces]'`"
+            f"the package wandb-workspaces must be installed; {install_extra('wandb-workspaces')}"
         ) from error
-    view = views.workspace_json(entity, project) if options.json else None
-    sys.stdout.write(f"{json.dumps(view, indent=2) if view else views.save_workspace(entity, project)}\n")
+    view = json.dumps(workspace_json(entity, project), indent=2) if options.json else None
+    write_lines([view or save_workspace(entity, project)])
 
 
 def _what_if(options: Options) -> None:
@@ -141,7 +151,7 @@ def _what_if(options: Options) -> None:
         result = replace(result, notes=(*result.notes, gradients.cost))
     if not run.is_own:
         result = replace(result, notes=(f"Read as {run.source}.", *result.notes))
-    write_lines([json.dumps(result.as_json(), indent=2)] if options.json else result.lines())
+    write_result(result, options.json)
 
 
 SUBCOMMANDS: Mapping[str, Subcommand] = {
@@ -172,7 +182,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
                 "default": 64,
                 "help": "most rows of a record (default: 64)",
             },
-            **STEPS,
+            **STEPS_ARGUMENT,
             "--model": path_argument(
                 "FOLDER",
                 "for a run of another trainer: the model that it began with (with --steps A-B: that "
@@ -255,7 +265,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
         },
         alternatives={
             "--last": {"metavar": "N", "type": positive_number, "help": "only the last N steps"},
-            **STEPS,
+            **STEPS_ARGUMENT,
         },
     ),
     "trace": Subcommand(
@@ -293,7 +303,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
                 "help": "a field of algorithm.rollout_correction; those given are tried together, as one "
                 "correction named 'given'",
             },
-            **STEPS,
+            **STEPS_ARGUMENT,
             "--gradients": {
                 "action": "store_true",
                 "help": "take gradients of the trainer's model, at the weights that the run kept; a backward "

@@ -9,21 +9,30 @@ from pathlib import Path
 from verl_rc.cli.subcommand import (
     Options,
     Subcommand,
-    configuration,
+    load_configuration,
     path_argument,
     quieten_libraries,
-    refuse,
+    user_error,
     write_lines,
+    write_result,
 )
 
 _GPU_FILE = Path("doctor_gpu.json")
 
 
 def _bench(options: Options) -> None:
-    # A script that is installed has its own folder there, and not that of the user's modules.
+    # Of an installed script, sys.path has the script's folder, not that of the user's modules.
     sys.path.insert(0, os.getcwd())
     if options.track != "exact":
-        _bench_with_engines(options)
+        from verl_rc.study.bench import run_method
+        from verl_rc.study.machine import cores_of
+
+        if options.save is None:
+            raise ValueError(
+                f"the track {options.track} trains for long: say with --save where runs are kept"
+            )
+        cores = cores_of(options.cores)
+        write_result(run_method(options.track, options.method, options.save, cores), options.json)
         return
     from verl_rc.bench.method import find_method
     from verl_rc.bench.results import record_results
@@ -43,16 +52,6 @@ def _bench(options: Options) -> None:
     write_lines([json.dumps(standing.result.as_json(), indent=2)] if options.json else standing.lines())
 
 
-def _bench_with_engines(options: Options) -> None:
-    from verl_rc.study.bench import run_method
-    from verl_rc.study.machine import cores_of
-
-    if options.save is None:
-        raise ValueError(f"the track {options.track} trains for long: say with --save where runs are kept")
-    standing = run_method(options.track, options.method, options.save, cores_of(options.cores))
-    write_lines([json.dumps(standing.as_json(), indent=2)] if options.json else standing.lines())
-
-
 def _exact(options: Options) -> int:
     quieten_libraries()
     from verl_rc.preflight.certificate import certify
@@ -63,26 +62,24 @@ def _exact(options: Options) -> int:
 
 
 def _explain(options: Options) -> None:
-    config = configuration(options.overrides)
+    config = load_configuration(options.overrides)
     from verl_rc.ppo.step_time import MeasuredStep
     from verl_rc.preflight.explain import plan_text
 
-    seconds = [
-        seconds for seconds in (options.sampling_seconds, options.training_seconds) if seconds is not None
-    ]
-    if len(seconds) == 1:
-        raise refuse("--sampling-seconds and --training-seconds must be given together.")
+    seconds = options.sampling_seconds, options.training_seconds
+    if seconds.count(None) == 1:
+        raise user_error("--sampling-seconds and --training-seconds must be given together; add the other.")
     try:
-        measured = MeasuredStep(*seconds) if seconds else None
+        measured = None if None in seconds else MeasuredStep(*seconds)
     except ValueError as error:
-        raise refuse(str(error)) from None
+        raise user_error(str(error)) from None
     sys.stdout.write(plan_text(config, measured))
 
 
 def _doctor(options: Options) -> int:
     quieten_libraries()
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    config = configuration(options.overrides)
+    config = load_configuration(options.overrides)
     from verl_rc.preflight.finding import verdict
 
     if options.gpu or options.only:
@@ -90,9 +87,11 @@ def _doctor(options: Options) -> int:
         from verl_rc.preflight.machine import uses_gpus
 
         if unknown := set(options.only) - set(STAGES):
-            raise refuse(f"--only must name one of {', '.join(STAGES)}; got {', '.join(sorted(unknown))}.")
+            raise user_error(
+                f"--only must name one of {', '.join(STAGES)}, got {', '.join(sorted(unknown))}."
+            )
         if not uses_gpus(config) and config.trainer.device != "cpu":
-            raise refuse(
+            raise user_error(
                 "--gpu needs a GPU, and torch sees none. Pass trainer.device=cpu to rehearse its stages on "
                 "the CPU."
             )

@@ -1,6 +1,7 @@
-"""A tool of ``verl-rc`` as a record, and what tools share: kinds of arguments, configurations, output."""
+"""The record of a tool of ``verl-rc``, and what tools share: types of arguments, configurations, output."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,26 +19,25 @@ USER_ERROR = 2
 
 @dataclass(frozen=True)
 class Subcommand:
-    """A tool by its name, and the arguments that it takes: for each, those of ``add_argument``."""
+    """A tool, and its arguments with their keywords of ``add_argument``."""
 
     run: Callable[[Options], int | None]
-    """Carries it out; returns the exit status, None for 0. ``main`` prints its ``ValueError`` or
-    ``OSError``."""
+    """Runs the tool; returns the exit status, None for 0. ``main`` prints a ``ValueError`` or ``OSError``."""
     summary: str
     arguments: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     alternatives: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Further arguments, of which at most one may be given."""
     takes_configuration: bool = False
-    """Whether all other arguments mean a configuration: a recipe, and what verl_rc.main_ppo takes."""
+    """Whether all other arguments are a recipe or overrides, as verl_rc.main_ppo takes them."""
 
 
-def path_argument(metavar: str, text: str, **more: Any) -> dict[str, Any]:
-    """Keywords of an argument that is a path."""
-    return {"metavar": metavar, "type": Path, "help": text, **more}
+def path_argument(metavar: str, help_text: str, **keywords: Any) -> dict[str, Any]:
+    """Keywords of ``add_argument`` for a path."""
+    return {"metavar": metavar, "type": Path, "help": help_text, **keywords}
 
 
 def positive_number(text: str) -> int:
-    """A whole number from 1 on."""
+    """An integer from 1 on."""
     number = int(text)
     if number < 1:
         raise ValueError("it must be at least 1")
@@ -60,30 +60,35 @@ def precision_pair(text: str) -> tuple[str, str]:
     return trainer, engine or trainer
 
 
-def step_range(options: Options) -> dict[str, Any]:
-    """The steps that were asked for, as keywords; none: all."""
+def step_keywords(options: Options) -> dict[str, Any]:
+    """``--steps`` as keywords ``first_step`` and ``last_step``; empty where all steps are meant."""
     return {} if options.steps is None else {"first_step": options.steps[0], "last_step": options.steps[1]}
 
 
 def write_lines(lines: Iterable[str]) -> None:
-    """Print."""
+    """Print ``lines``."""
     sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 
+def write_result(result: Any, as_json: bool) -> None:
+    """Print the ``as_json()`` or the ``lines()`` of a tool's result."""
+    write_lines([json.dumps(result.as_json(), indent=2)] if as_json else result.lines())
+
+
 def quieten_libraries() -> None:
-    """To be called before transformers is imported; the user's values take precedence."""
+    """Silence transformers and huggingface_hub, which are imported later; the user's values stay."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-def refuse(message: str) -> SystemExit:
-    """What to raise to end the process with this message and status."""
+def user_error(message: str) -> SystemExit:
+    """Print ``message``; the exception that ends the process with ``USER_ERROR``."""
     sys.stderr.write(f"{message}\n")
     return SystemExit(USER_ERROR)
 
 
-def configuration(overrides: Sequence[str]) -> "RunConfig":
-    """What a run would get from these arguments, or from a recipe named first that is called with the others.
+def load_configuration(overrides: Sequence[str]) -> "RunConfig":
+    """The configuration of a run with these overrides; the first may be a recipe, called with the others.
 
     Ends the process with a line for each mistake, as a run does.
     """
@@ -95,8 +100,8 @@ def configuration(overrides: Sequence[str]) -> "RunConfig":
             overrides = arguments_of_script(overrides[0], overrides[1:])
         return load_run_config(overrides)
     except ValueError as error:
-        raise refuse(f"configuration error:\n{error}") from None
+        raise user_error(f"configuration error:\n{error}") from None
 
 
-STEPS = {"--steps": {"metavar": "A-B", "type": step_pair, "help": "only steps A to B"}}
+STEPS_ARGUMENT = {"--steps": {"metavar": "A-B", "type": step_pair, "help": "only steps A to B"}}
 """The argument of tools that read some steps of a run."""

@@ -13,7 +13,7 @@ from verl_rc.config.device_checks import check_device
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
 from verl_rc.distributed.child_process import RemoteError
-from verl_rc.exact import hold_sums
+from verl_rc.exact import fix_summation_order
 from verl_rc.workers.host import usable_cores
 
 
@@ -79,7 +79,7 @@ def plan_placement(config: RunConfig) -> Placement:
     if device == "cpu":
         _check_cores(config)
     if config.actor_rollout_ref.exact:
-        hold_sums(device)
+        fix_summation_order(device)
     engines_per_node = max(1, config.num_engines // rollout.nnodes)
     trainer_threads, engine_threads = _threads(config, device, engines_per_node)
     rank_places, engine_places = _reserve(

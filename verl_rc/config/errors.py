@@ -23,6 +23,11 @@ def listed(names: Iterable[str], most: int = 5) -> str:
     return ", ".join(ordered[:most]) + remainder
 
 
+def install_extra(extra: str) -> str:
+    """For a message: how to install a group of optional packages of pyproject.toml. No index has verl_rc."""
+    return f"run `python -m pip install --editable '.[{extra}]'` in the clone of verl_rc"
+
+
 _TYPO = 3
 """Largest number of inserted and deleted letters between a name and its misspelling; two swapped letters
 count as two."""

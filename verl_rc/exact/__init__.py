@@ -1,50 +1,51 @@
 """EXACT MODE: the operations with which an engine and the trainer compute the same bits.
 
-Both sides multiply and attend by the functions of ``cpu_kernels``, or on a GPU by those of ``gpu_kernels``;
-``trainer`` and ``cpu_engine`` or ``gpu_engine`` put them in the places of what each side has.
+Both sides compute linear layers and attention with the functions of ``cpu_kernels``, or on a GPU with those
+of ``gpu_kernels``. ``trainer`` installs them in the trainer's model, ``cpu_engine`` or ``gpu_engine`` in
+vLLM.
 """
 
 import os
 from collections.abc import Mapping
 from typing import Any
 
-_BY_PYTORCH = ("-rotary_embedding",)
-"""Operations that vLLM leaves to PyTorch's own, as transformers has them."""
+_PYTORCH_OPERATIONS = ("-rotary_embedding",)
+"""Operations that vLLM must compute with PyTorch's functions, as transformers does."""
 
 ENGINE_ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
-    "cpu": {"compilation_config": {"custom_ops": ["all", *_BY_PYTORCH]}},
+    "cpu": {"compilation_config": {"custom_ops": ["all", *_PYTORCH_OPERATIONS]}},
     "cuda": {
-        "compilation_config": {"custom_ops": ["all", *_BY_PYTORCH, "-silu_and_mul", "-gelu_and_mul"]},
-        "enforce_eager": True,  # a compiler would fuse operations, which then round elsewhere
+        "compilation_config": {"custom_ops": ["all", *_PYTORCH_OPERATIONS, "-silu_and_mul", "-gelu_and_mul"]},
+        "enforce_eager": True,  # fused operations round elsewhere
         "attention_backend": "TRITON_ATTN",
     },
 }
 """Keyword arguments of ``vllm.LLM`` by the device it computes on."""
 
-LIBRARIES: Mapping[str, Mapping[str, str]] = {
+EXACT_ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
     "cpu": {
-        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",  # with AMX, rows choose how a sum is split
-        "MKL_CBWR": "AUTO,STRICT",  # else rows, and their place in memory, do so in float32
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",  # with AMX, the number of rows decides how sums are split
+        "MKL_CBWR": "AUTO,STRICT",  # else the rows and their addresses decide it in float32
     },
     "cuda": {
         "VLLM_BATCH_INVARIANT": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # version 2 computes another log-softmax
-        "TRITON_F32_DEFAULT": "ieee",  # else products in float32 round to 10 bits first
+        "TRITON_F32_DEFAULT": "ieee",  # else the factors of float32 products are rounded to 10 bits
     },
 }
-"""Environment variables of both sides, by device: with them, the number of rows does not change the order of
-sums."""
+"""Environment variables of both sides, by device. With them the order of a sum does not depend on the number
+of rows."""
 
 
-def hold_sums(device: str) -> None:
-    """Set the ``LIBRARIES`` of ``device`` for this process and those it starts; what the user has set stays.
+def fix_summation_order(device: str) -> None:
+    """Set the ``EXACT_ENVIRONMENT`` of ``device`` for this process and its children; the user's values stay.
 
-    oneDNN reads its own when it first multiplies; MKL and vLLM before, when modules are imported: early
-    enough for processes that are started later.
+    Only children are sure to obey: oneDNN reads its variable at the first product, but MKL and vLLM read
+    theirs when they are imported.
     """
-    for name, value in LIBRARIES[device].items():
+    for name, value in EXACT_ENVIRONMENT[device].items():
         os.environ.setdefault(name, value)
 
 
 class InexactError(RuntimeError):
-    """Engine and trainer do not compute the same bits, or cannot be known to."""
+    """Engine and trainer do not compute the same bits, or nothing shows that they do."""

@@ -1,4 +1,4 @@
-"""The engine's side on a CPU: what replaces vLLM's own operations, put there before it builds a model."""
+"""The engine's side on a CPU: replacements of vLLM's operations, installed before it builds a model."""
 
 import os
 from dataclasses import replace
@@ -18,13 +18,13 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from verl_rc.exact import hold_sums
+from verl_rc.exact import fix_summation_order
 from verl_rc.exact.cpu_kernels import DEVICE, require_vllm
-from verl_rc.exact.operations import linear, whole_vectors
+from verl_rc.exact.operations import linear, pad_to_vectors
 
 
-class _OneByOneBuilder(CPUAttentionMetadataBuilder):
-    """Makes every token of a prefill a request of its own, as if it were decoded."""
+class _SingleQueryBuilder(CPUAttentionMetadataBuilder):
+    """Makes every token of a prefill a request with one query, as in decoding."""
 
     def build(
         self,
@@ -32,93 +32,92 @@ class _OneByOneBuilder(CPUAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CPUAttentionMetadata:
-        """What vLLM's attention is told of a batch."""
+        """The metadata of a batch for vLLM's attention."""
         common = common_attn_metadata
         if common.max_query_len > 1:
-            starts, count = common.query_start_loc[: common.num_reqs + 1], common.num_actual_tokens
-            rows = torch.repeat_interleave(starts.diff().long())
-            ones = torch.arange(count + 1, dtype=starts.dtype)
-            later = starts[1:][rows] - 1 - ones[:-1]
+            starts, num_tokens = common.query_start_loc[: common.num_reqs + 1], common.num_actual_tokens
+            requests = torch.repeat_interleave(starts.diff().long())
+            token_starts = torch.arange(num_tokens + 1, dtype=starts.dtype)
+            tokens_after = starts[1:][requests] - 1 - token_starts[:-1]
             common = replace(
                 common,
-                num_reqs=count,
+                num_reqs=num_tokens,
                 max_query_len=1,
-                query_start_loc=ones,
-                query_start_loc_cpu=ones,
-                seq_lens=(common.seq_lens[rows] - later).to(common.seq_lens.dtype),
-                block_table_tensor=common.block_table_tensor[rows].contiguous(),
+                query_start_loc=token_starts,
+                query_start_loc_cpu=token_starts,
+                seq_lens=(common.seq_lens[requests] - tokens_after).to(common.seq_lens.dtype),
+                block_table_tensor=common.block_table_tensor[requests].contiguous(),
             )
         return super().build(common_prefix_len, common, fast_build)
 
 
-class OneByOneBackend(CPUAttentionBackend):
-    """vLLM's attention on a CPU with that builder; vLLM imports it by its name."""
+class SingleQueryBackend(CPUAttentionBackend):
+    """vLLM's attention on a CPU with ``_SingleQueryBuilder``; vLLM imports it by its name."""
 
     @staticmethod
-    def get_builder_cls() -> type[_OneByOneBuilder]:
+    def get_builder_cls() -> type[_SingleQueryBuilder]:
         """The builder."""
-        return _OneByOneBuilder
+        return _SingleQueryBuilder
 
 
-class _RoundsFirst:
-    """As transformers: the sum of residual and update is rounded to the model's dtype before it is
-    normalised."""
+class _RoundsResidualSum:
+    """Rounds the sum of residual and update to the model's dtype before the norm, as transformers does."""
 
     forward_native: Any
 
     def forward_cpu(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """Normalise ``x``, or its sum with ``residual``, which is returned too."""
+        """The norm of ``x``; with ``residual``, the norm of their sum, and the sum."""
         if residual is None:
             return self.forward_native(x)
         total = residual + x
         return self.forward_native(total), total
 
 
-class _RoundedRmsNorm(_RoundsFirst, RMSNorm):
-    """Of most models."""
+class _RoundedRmsNorm(_RoundsResidualSum, RMSNorm):
+    """The norm of most models."""
 
 
-class _RoundedGemmaRmsNorm(_RoundsFirst, GemmaRMSNorm):
-    """Of Gemma's models, which multiplies by 1 + weight."""
+class _RoundedGemmaRmsNorm(_RoundsResidualSum, GemmaRMSNorm):
+    """The norm of Gemma, which multiplies by 1 + weight."""
 
 
-class _OfWholeVectors:
-    """Activation and product of the two halves of ``x``."""
+class _PadsToVectors:
+    """Multiplies the activation of the first half of ``x`` by the second half."""
 
     forward_native: Any
 
     def forward_cpu(self, x: Tensor) -> Any:
-        """With zeros behind both halves."""
-        halves = torch.cat([whole_vectors(half) for half in x.chunk(2, -1)], -1)
+        """Pad both halves with zeros, and cut the product."""
+        halves = torch.cat([pad_to_vectors(half) for half in x.chunk(2, -1)], -1)
         return self.forward_native(halves)[..., : x.shape[-1] // 2]
 
 
-class _VectorSiluAndMul(_OfWholeVectors, SiluAndMul):
-    """With SiLU."""
+class _VectorSiluAndMul(_PadsToVectors, SiluAndMul):
+    """SiLU."""
 
 
-class _VectorGeluAndMul(_OfWholeVectors, GeluAndMul):
-    """With GELU."""
+class _VectorGeluAndMul(_PadsToVectors, GeluAndMul):
+    """GELU."""
 
 
-def _multiply_alike(layer: Any, remove_weight: bool) -> None:
-    """In the place of vLLM's choice of a product for a linear layer."""
+def _use_trainer_linear(layer: Any, remove_weight: bool) -> None:
+    """Replaces vLLM's choice of a kernel for a linear layer."""
     del remove_weight
     layer.cpu_linear = linear
 
 
 @cache
-def compute_alike() -> None:
-    """Give every model that vLLM builds in this process from now on the operations of the trainer.
+def use_trainer_operations() -> None:
+    """Let every model that vLLM builds in this process from now on compute with the trainer's operations.
 
-    Raises ``InexactError`` where vLLM is another than the one that was looked at.
+    Raises ``InexactError`` unless vLLM has the functions that exact mode calls or replaces.
     """
     require_vllm()
-    hold_sums(DEVICE)
+    fix_summation_order(DEVICE)
     os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{OneByOneBackend.__name__}")
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{SingleQueryBackend.__name__}")
     RMSNorm.register_oot(_RoundedRmsNorm)
     GemmaRMSNorm.register_oot(_RoundedGemmaRmsNorm)
     SiluAndMul.register_oot(_VectorSiluAndMul)
     GeluAndMul.register_oot(_VectorGeluAndMul)
-    utils.dispatch_cpu_unquantized_gemm = _multiply_alike  # imported where it is called
+    utils.dispatch_cpu_unquantized_gemm = _use_trainer_linear  # imported where it is called

@@ -1,6 +1,6 @@
-"""vLLM's attention on a CPU as both sides call it: each query a request of its own, keys not split.
+"""vLLM's attention on a CPU as both sides call it: one query in a request, keys in one split.
 
-With several queries in a request, or keys in splits, the order of the sums depends on the batch.
+With several queries in a request, or several splits, the order of the sums depends on the batch.
 """
 
 from collections.abc import Mapping
@@ -14,19 +14,19 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from verl_rc.exact import InexactError
 from verl_rc.exact.operations import linear
-from verl_rc.exact.vllm_functions import pages, require_functions
+from verl_rc.exact.vllm_functions import paged_layout, require_functions
 
 __all__ = ["DEVICE", "attend", "linear", "log_softmax", "normalise", "require_vllm"]
 
 DEVICE = "cpu"
 log_softmax = partial(torch.log_softmax, dim=-1)
-"""As vLLM's sampler."""
+"""The function of vLLM's sampler."""
 normalise = None
-"""The trainer's own, as the engine's rounds first."""
+"""None: the trainer keeps its norms, and the engine's are replaced."""
 _BLOCK = 128
-"""Tokens of a block of the trainer's cache."""
+"""Tokens in a block of the trainer's KV cache."""
 _LAYERS, _ATTENTION = "vllm.model_executor.layers", "vllm.v1.attention"
-_NEEDED: Mapping[str, str] = {
+_NEEDED_FUNCTIONS: Mapping[str, str] = {
     "vllm._custom_ops:cpu_attention_with_kv_cache": "query key_cache value_cache output query_start_loc "
     "seq_lens scale causal alibi_slopes sliding_window block_table softcap scheduler_metadata s_aux",
     "vllm._custom_ops:cpu_attn_reshape_and_cache": "key value key_cache value_cache slot_mapping isa",
@@ -45,20 +45,21 @@ _NEEDED: Mapping[str, str] = {
     f"{_LAYERS}.layernorm:RMSNorm.forward_native": "x residual",
     f"{_LAYERS}.layernorm:GemmaRMSNorm.forward_native": "x residual",
 }
-"""What exact mode calls or replaces in vLLM, and the arguments that it must take."""
+"""Functions of vLLM that exact mode calls or replaces, and the arguments that they must take."""
 
 
 @cache
 def require_vllm() -> None:
-    """Load vLLM's CPU kernels. Raises ``InexactError`` naming the first operation that is not as expected."""
-    require_functions(_NEEDED)
+    """Load vLLM's CPU kernels. Raises ``InexactError`` naming the first function that is not as expected."""
+    require_functions(_NEEDED_FUNCTIONS)
     if not current_platform.is_cpu():
         raise InexactError(
-            f"exact mode needs vLLM's CPU build, this one is for {current_platform.device_type}."
+            f"exact mode on a CPU needs vLLM's CPU build, got that for {current_platform.device_type}; run "
+            "bash scripts/install.sh cpu."
         )
     current_platform.import_kernels()
-    # Linux lets a process use AMX, as vLLM's attention does, once it has asked; oneDNN, which asks else, is
-    # held below AMX.
+    # vLLM's attention uses AMX, which Linux allows a process that has asked. oneDNN would ask, but
+    # EXACT_ENVIRONMENT keeps it from AMX.
     torch.cpu._init_amx()
 
 
@@ -70,18 +71,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scaling: 
     """
     (count, heads, head_dim), kv_heads = query.shape, key.shape[1]
     isa = _get_attn_isa(query.dtype, _BLOCK, head_dim, "auto")
-    num_blocks, rows, positions, slots, table = pages(lengths, _BLOCK)
-    ends, starts = (positions + 1).int(), torch.arange(count + 1, dtype=torch.int32)
-    # Zeros: the kernel multiplies slots that nothing was written to by 0, and 0 * NaN is NaN.
+    num_blocks, sequences, positions, slots, block_table = paged_layout(lengths, _BLOCK)
+    context_lengths, starts = (positions + 1).int(), torch.arange(count + 1, dtype=torch.int32)
+    # Zeros: the kernel multiplies empty slots by 0, and 0 * NaN is NaN.
     cache = query.new_zeros(num_blocks, kv_heads, 2 * _BLOCK, head_dim)
     keys, values = cache.chunk(2, dim=2)
     ops.cpu_attn_reshape_and_cache(key, value, keys, values, slots, isa)
-    schedule = ops.cpu_attn_get_scheduler_metadata(
+    scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=count,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        seq_lens=ends,
+        seq_lens=context_lengths,
         dtype=query.dtype,
         query_start_loc=starts,
         causal=True,
@@ -96,14 +97,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scaling: 
         value_cache=values,
         output=output,
         query_start_loc=starts,
-        seq_lens=ends,
+        seq_lens=context_lengths,
         scale=scaling,
         causal=True,
         alibi_slopes=None,
         sliding_window=-1,
-        block_table=table[rows].contiguous(),
+        block_table=block_table[sequences].contiguous(),
         softcap=0.0,
-        scheduler_metadata=schedule,
+        scheduler_metadata=scheduler_metadata,
         s_aux=None,
     )
     return output

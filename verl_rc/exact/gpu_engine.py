@@ -1,6 +1,6 @@
-"""The engine's side on a GPU: what replaces vLLM's own operations, put there before it builds a model.
+"""The engine's side on a GPU: replacements of vLLM's operations, installed before it builds a model.
 
-No GPU has run this. vLLM's batch-invariant mode gives linear layers, attention and log-softmax.
+No GPU has run this. Linear layers, attention and log-softmax are those of vLLM's batch-invariant mode.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ from vllm.model_executor.layers.rotary_embedding import (
 )
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
-from verl_rc.exact import hold_sums
+from verl_rc.exact import fix_summation_order
 from verl_rc.exact.gpu_kernels import DEVICE, normalise, require_vllm
 
-_ROTARY = (
+_ROTARY_EMBEDDINGS = (
     RotaryEmbeddingBase,
     Llama3RotaryEmbedding,
     Phi3LongRoPEScaledRotaryEmbedding,
@@ -30,46 +30,45 @@ _ROTARY = (
 
 
 class _RoundedRmsNorm(RMSNorm):
-    """As transformers: the sum of residual and update is rounded to the model's dtype before it is
-    normalised."""
+    """Rounds the sum of residual and update to the model's dtype before the norm, as transformers does."""
 
     def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """Normalise ``x``, or its sum with ``residual``, which is returned too."""
+        """The norm of ``x``; with ``residual``, the norm of their sum, and the sum."""
         total = x if residual is None else residual + x
         normalised = normalise(total, self.weight, self.variance_epsilon)
         return normalised if residual is None else (normalised, total)
 
 
-def _on_the_cpu(frequencies: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """As transformers computes them: powers and quotients are rounded in another way on a GPU."""
+def _computed_on_cpu(frequencies: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``frequencies`` computed on the CPU, as transformers does: a GPU rounds powers otherwise."""
 
-    def computed_there(self: RotaryEmbeddingBase, base: Any) -> Tensor:
+    def frequencies_from_cpu(self: RotaryEmbeddingBase, base: Any) -> Tensor:
         device = torch.get_default_device()
         with torch.device("cpu"):
             return frequencies(self, base).to(device)
 
-    return computed_there
+    return frequencies_from_cpu
 
 
-_cut_logits = LogitsProcessor._get_logits
+_get_logits = LogitsProcessor._get_logits
 
 
-def _whole_logits(self: LogitsProcessor, *inputs: Any, **options: Any) -> Tensor | None:
-    """In the place of vLLM's, whose rows are as far apart as those of its padded vocabulary: a compiled
-    log-softmax could then add in another order."""
-    logits = _cut_logits(self, *inputs, **options)
+def _get_contiguous_logits(self: LogitsProcessor, *inputs: Any, **options: Any) -> Tensor | None:
+    """vLLM's logits in contiguous memory: rows as far apart as those of a padded vocabulary could make a
+    compiled log-softmax add in another order."""
+    logits = _get_logits(self, *inputs, **options)
     return None if logits is None else logits.contiguous()
 
 
 @cache
-def compute_alike() -> None:
-    """Give every model that vLLM builds in this process from now on the operations of the trainer.
+def use_trainer_operations() -> None:
+    """Let every model that vLLM builds in this process from now on compute with the trainer's operations.
 
-    Raises ``InexactError`` where vLLM is another than the one that was looked at.
+    Raises ``InexactError`` unless vLLM has the functions that exact mode calls or replaces.
     """
-    hold_sums(DEVICE)
+    fix_summation_order(DEVICE)
     require_vllm()
     RMSNorm.register_oot(_RoundedRmsNorm)
-    LogitsProcessor._get_logits = _whole_logits
-    for kind in _ROTARY:
-        kind._compute_inv_freq = _on_the_cpu(kind._compute_inv_freq)
+    LogitsProcessor._get_logits = _get_contiguous_logits
+    for rotary in _ROTARY_EMBEDDINGS:
+        rotary._compute_inv_freq = _computed_on_cpu(rotary._compute_inv_freq)

@@ -1,5 +1,5 @@
-"""The linear layer of both sides on a CPU, a test that its rows do not depend on the batch, and values with
-the gradient of another operation."""
+"""The linear layer of both sides on a CPU, a test of its batch invariance, and values with the gradient of
+another operation."""
 
 from collections.abc import Callable, Iterable
 from importlib import import_module
@@ -14,12 +14,12 @@ from verl_rc.exact import InexactError
 _TILE = 16
 """Fewer than eight rows go through other kernels of MKL, which add in another order."""
 _VECTOR = 64
-"""Numbers of bfloat16 that PyTorch takes at once; what is left at the end goes through other functions."""
+"""Numbers of bfloat16 in a step of PyTorch's vector code; a shorter step goes through other functions."""
 _ROWS = (1, 2, 3, 7, 17, 64, 129, 257, 1025)
 _WIDEST = 4096
 
 
-class _ValueOf(torch.autograd.Function):
+class _ValueAndGradient(torch.autograd.Function):
     """The first tensor's value, the second's gradient."""
 
     @staticmethod
@@ -31,59 +31,59 @@ class _ValueOf(torch.autograd.Function):
         return None, gradient
 
 
-def value_of(value: Tensor, ordinary: Callable[[], Tensor]) -> Tensor:
-    """``value`` with the gradient of ``ordinary()``, of the same shape, which is called where gradients are
-    asked for."""
+def with_gradient_of(differentiable: Callable[[], Tensor], value: Tensor) -> Tensor:
+    """``value`` with the gradient of ``differentiable()``, which has the same shape and is called only where
+    gradients are enabled."""
     if not torch.is_grad_enabled():
         return value
-    return _ValueOf.apply(value, ordinary())  # type: ignore[no-any-return, no-untyped-call]
+    return _ValueAndGradient.apply(value, differentiable())  # type: ignore[no-any-return, no-untyped-call]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` over a multiple of 16 rows: the last ones are zeros, and are cut off again."""
+    """``F.linear`` over rows padded with zeros to a multiple of 16; the result has the rows of ``x``."""
     rows = x.reshape(-1, x.shape[-1])
-    missing = -len(rows) % _TILE
-    padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
+    padding = -len(rows) % _TILE
+    padded = F.pad(rows, (0, 0, 0, padding)) if padding else rows
     return F.linear(padded, weight, bias)[: len(rows)].view(*x.shape[:-1], weight.shape[0])
 
 
-def of_this_device(part: str) -> Any:
+def device_module(name: str) -> Any:
     """The module ``kernels`` or ``engine`` of exact mode for this process's device."""
-    # By its name: a trainer without exact mode runs where vLLM is not installed.
-    return import_module(f"verl_rc.exact.{'gpu' if torch.cuda.is_available() else 'cpu'}_{part}")
+    # Imported on demand: a trainer without exact mode runs where vLLM is not installed.
+    return import_module(f"verl_rc.exact.{'gpu' if torch.cuda.is_available() else 'cpu'}_{name}")
 
 
-def whole_vectors(x: Tensor) -> Tensor:
-    """``x``, with zeros behind the last dimension up to a multiple of 64."""
-    missing = -x.shape[-1] % _VECTOR
-    return F.pad(x, (0, missing)) if missing else x
+def pad_to_vectors(x: Tensor) -> Tensor:
+    """``x``, its last dimension padded with zeros to a multiple of 64."""
+    padding = -x.shape[-1] % _VECTOR
+    return F.pad(x, (0, padding)) if padding else x
 
 
-def require_rows_alone(
+def require_batch_invariance(
     shapes: Iterable[tuple[int, int]],
     dtype: torch.dtype,
     multiply: Callable[[Tensor, Tensor], Tensor] = linear,
     device: str = "cpu",
 ) -> None:
-    """Raise ``InexactError`` naming the layer when a row's result depends on how many rows come with it.
+    """Raise ``InexactError`` naming the layer when a row's result depends on the number of rows.
 
-    ``shapes``: inputs and outputs of the model's linear layers, which ``multiply`` on ``device``; wider ones
-    are tested with 4,096 outputs.
+    ``shapes``: inputs and outputs of the model's linear layers; those with more than 4,096 outputs are tested
+    with 4,096. ``multiply``: the linear layer under test, on ``device``.
     """
     generator = torch.Generator().manual_seed(0)
     for inputs, outputs in sorted({(inputs, min(outputs, _WIDEST)) for inputs, outputs in shapes}):
-        # Every product comes once with each sign: sums are what their order rounds, and nothing else.
+        # Each product occurs with both signs: exact sums are 0, and what remains is the rounding of an order.
         half = inputs // 2
-        shuffled = torch.randperm(2 * half, generator=generator)
+        order = torch.randperm(2 * half, generator=generator)
         weight, x = (torch.randn(rows, half, generator=generator) for rows in (outputs, _ROWS[-1]))
         weight, x = (
-            F.pad(torch.cat(halves, 1)[:, shuffled], (0, inputs % 2)).to(device, dtype)
+            F.pad(torch.cat(halves, 1)[:, order], (0, inputs % 2)).to(device, dtype)
             for halves in ([weight, weight], [x, -x])
         )
-        whole = multiply(x, weight)
+        all_rows = multiply(x, weight)
         for rows in _ROWS:
             first, last = multiply(x[:rows], weight), multiply(x[-rows:], weight)
-            different = (first != whole[:rows]) | (last != whole[-rows:])
+            different = (first != all_rows[:rows]) | (last != all_rows[-rows:])
             if different.any():
                 raise InexactError(
                     f"exact mode needs linear layers whose rows do not depend on the batch, but here "

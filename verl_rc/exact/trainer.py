@@ -7,20 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl_rc.exact import InexactError, hold_sums
+from verl_rc.exact import InexactError, fix_summation_order
 from verl_rc.exact.capture import ACTIVATION
-from verl_rc.exact.operations import of_this_device, require_rows_alone, value_of, whole_vectors
+from verl_rc.exact.operations import device_module, pad_to_vectors, require_batch_invariance, with_gradient_of
 from verl_rc.tensor_ops import HiddenStateScores, ScoreOptions, scores_from_hidden_states
 from verl_rc.tensor_ops.logprobs import LOGITS_AT_ONCE
 from verl_rc.tensor_ops.masked import row_slices
 
 Attention = Callable[..., tuple[Tensor, None]]
-"""As transformers calls it."""
+"""An attention function of transformers' ``AttentionInterface``."""
 
 
 def exact_attention(ordinary: Attention) -> Attention:
     """The engine's attention, with the gradient of ``ordinary``, over packed or padded sequences."""
-    kernels = of_this_device("kernels")
+    kernels = device_module("kernels")
     kernels.require_vllm()
 
     def attention(
@@ -38,11 +38,11 @@ def exact_attention(ordinary: Attention) -> Attention:
             )
         (rows, _, width, _), layout = query.shape, options.get("packed_layout")
         lengths = torch.full((rows,), width) if layout is None else layout.boundaries.diff()
-        flat = (part.transpose(1, 2).flatten(0, 1).contiguous() for part in (query, key, value))
-        attended = kernels.attend(*flat, lengths.long(), scaling)
-        return value_of(
-            attended.unflatten(0, (rows, width)),
+        packed = (states.transpose(1, 2).flatten(0, 1).contiguous() for states in (query, key, value))
+        attended = kernels.attend(*packed, lengths.long(), scaling)
+        return with_gradient_of(
             lambda: ordinary(module, query, key, value, attention_mask, scaling, **options)[0],
+            attended.unflatten(0, (rows, width)),
         ), None
 
     return attention
@@ -57,36 +57,35 @@ def exact_scores(
     kept_ids: Tensor | None = None,
     candidate_ids: Tensor | None = None,
 ) -> HiddenStateScores:
-    """See ``scores_from_hidden_states``; the log-probs are a whole log-softmax, as in vLLM's sampler.
+    """See ``scores_from_hidden_states``; log-probs are a log-softmax of all logits, as in vLLM's sampler.
 
-    Filters, and losses that look at other tokens, are refused in exact mode: ``kept_ids`` and
-    ``candidate_ids`` are None.
+    ``kept_ids`` and ``candidate_ids`` must be None: exact mode refuses sampling filters, and losses that read
+    the log-probs of other tokens.
     """
     assert kept_ids is candidate_ids is None
-    kernels = of_this_device("kernels")
+    kernels = device_module("kernels")
     scores = scores_from_hidden_states(hidden, weight, token_ids, options, bias)
     log_probs = torch.empty_like(scores.log_probs)
     with torch.no_grad():
         for rows in row_slices(len(hidden), len(weight), LOGITS_AT_ONCE):
             logits = kernels.linear(hidden[rows], weight, bias).float()
-            # As vLLM, by a tensor: a GPU divides by a number as it multiplies by the inverse.
+            # A tensor, as in vLLM: to divide by a number, a GPU multiplies by its inverse.
             logits /= logits.new_tensor(options.temperature)
             log_probs[rows] = kernels.log_softmax(logits).gather(-1, token_ids[rows, None])[:, 0]
-    return scores._replace(log_probs=value_of(log_probs, lambda: scores.log_probs))
+    return scores._replace(log_probs=with_gradient_of(lambda: scores.log_probs, log_probs))
 
 
-def compute_exactly(model: nn.Module, compute_dtype: torch.dtype) -> nn.Module:
-    """Let linear layers, activations and, on a GPU, norms of ``model``, which computes in ``compute_dtype``,
-    compute as the engine's do.
+def use_engine_operations(model: nn.Module, compute_dtype: torch.dtype) -> nn.Module:
+    """Replace linear layers, activations and, on a GPU, norms by the engine's; returns ``model``.
 
-    Raises ``InexactError`` where this device's products depend on the batch, or a norm is another than the
-    engine's.
+    ``compute_dtype``: the precision of its products. Raises ``InexactError`` where this device's products
+    depend on the batch, or where a norm multiplies by 1 + weight on a GPU.
     """
-    kernels = of_this_device("kernels")
-    hold_sums(kernels.DEVICE)
+    kernels = device_module("kernels")
+    fix_summation_order(kernels.DEVICE)
     layers: list[Any] = [module for module in model.modules() if type(module) is nn.Linear]
     shapes = {(layer.in_features, layer.out_features) for layer in layers}
-    require_rows_alone(shapes, compute_dtype, kernels.linear, kernels.DEVICE)
+    require_batch_invariance(shapes, compute_dtype, kernels.linear, kernels.DEVICE)
     for layer in layers:
         layer.forward = partial(_multiply, layer, kernels.linear)
     for name, module in model.named_modules():
@@ -106,9 +105,9 @@ def _multiply(layer: nn.Linear, multiply: Callable[..., Tensor], x: Tensor) -> T
     return multiply(x, layer.weight, layer.bias)
 
 
-def _activate(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return function(whole_vectors(x))[..., : x.shape[-1]]
+def _activate(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return activation(pad_to_vectors(x))[..., : x.shape[-1]]
 
 
 def _normalise(norm: Any, exact: Callable[..., Tensor], ordinary: Callable[..., Tensor], x: Tensor) -> Tensor:
-    return value_of(exact(x, norm.weight, norm.variance_epsilon), lambda: ordinary(x))
+    return with_gradient_of(lambda: ordinary(x), exact(x, norm.weight, norm.variance_epsilon))

@@ -1,4 +1,4 @@
-"""What exact mode needs of vLLM: functions by name and arguments, and sequences in pages of its cache."""
+"""A check of the functions of vLLM that exact mode needs, and the layout of its paged KV cache."""
 
 import inspect
 from collections.abc import Mapping
@@ -12,37 +12,36 @@ from torch import Tensor
 from verl_rc.exact import InexactError
 
 
-def require_functions(needed: Mapping[str, str]) -> None:
-    """Raise ``InexactError`` naming the first of the ``needed`` operations that is not as expected.
+def require_functions(functions: Mapping[str, str]) -> None:
+    """Raise ``InexactError`` naming the first of the ``functions`` that is missing or lacks an argument.
 
-    ``needed``: by ``module:name``, the arguments that it must take.
+    ``functions``: the arguments that each must take, by ``module:name``.
     """
-    for operation, arguments in needed.items():
-        module, name = operation.split(":")
+    for function, arguments in functions.items():
+        needed = f"exact mode needs the vLLM of requirements/, whose internals it replaces: {function}"
+        module, name = function.split(":")
         try:
-            takes = set(inspect.signature(attrgetter(name)(import_module(module))).parameters)
+            parameters = set(inspect.signature(attrgetter(name)(import_module(module))).parameters)
         except (ImportError, AttributeError) as error:
-            raise InexactError(f"{_moved(operation)}, which has none: {error}.") from error
-        if missing := sorted(set(arguments.split()) - takes):
-            raise InexactError(f"{_moved(operation)} with {', '.join(missing)}; it takes {sorted(takes)}.")
+            raise InexactError(f"{needed}, which has none: {error}.") from error
+        if missing := sorted(set(arguments.split()) - parameters):
+            raise InexactError(f"{needed} with {', '.join(missing)}; it takes {sorted(parameters)}.")
 
 
-def _moved(operation: str) -> str:
-    return f"exact mode needs the vLLM of requirements/, whose internals it replaces: {operation}"
+def paged_layout(lengths: Tensor, block: int) -> tuple[int, Tensor, Tensor, Tensor, Tensor]:
+    """The layout of N packed tokens in a KV cache.
 
+    ``lengths``: of their sequences, int64. ``block``: tokens in a block of the cache.
 
-def pages(lengths: Tensor, block: int) -> tuple[int, Tensor, Tensor, Tensor, Tensor]:
-    """Where the N tokens of packed sequences of ``lengths`` (int64) lie in a cache of blocks of ``block``
-    tokens.
-
-    Returns the number of blocks; int64 ``[N]`` each: the sequence of a token, its positions in the sequence
-    and in the cache; and int32 ``[sequences, most blocks]``: the blocks of each sequence.
+    Returns the number of blocks; the sequence, the position in it and the slot in the cache of each token
+    (int64 ``[N]`` each); and the block table (int32 ``[sequences, most blocks]``).
     """
     blocks = (lengths + block - 1) // block
     first_blocks = F.pad(blocks.cumsum(0), (1, 0))
-    rows = torch.repeat_interleave(lengths)
-    positions = torch.arange(len(rows), device=rows.device) - (lengths.cumsum(0) - lengths)[rows]
+    sequences = torch.repeat_interleave(lengths)
+    starts = lengths.cumsum(0) - lengths
+    positions = torch.arange(len(sequences), device=lengths.device) - starts[sequences]
     num_blocks = int(first_blocks[-1])
-    within = torch.arange(int(blocks.max()), device=rows.device)
-    table = (first_blocks[:-1, None] + within).clamp_max(num_blocks - 1).int()
-    return num_blocks, rows, positions, first_blocks[rows] * block + positions, table
+    offsets = torch.arange(int(blocks.max()), device=lengths.device)
+    block_table = (first_blocks[:-1, None] + offsets).clamp_max(num_blocks - 1).int()
+    return num_blocks, sequences, positions, first_blocks[sequences] * block + positions, block_table

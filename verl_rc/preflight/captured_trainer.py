@@ -1,6 +1,7 @@
-"""The trainer's side of a certificate: the tokens of an engine, operation by operation."""
+"""The trainer's side of a certificate: what it computes of an engine's tokens, operation by operation."""
 
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,9 +20,14 @@ from verl_rc.workers.language_model import load_causal_lm
 from verl_rc.workers.operations import operations
 
 _CAPTURED_ATTENTION = "verl_rc_captured"
-_PARTS = {"self_attn.q_proj": capture.QKV, "self_attn.k_proj": capture.QKV, "self_attn.v_proj": capture.QKV}
-_PARTS |= {"mlp.gate_proj": capture.GATE_UP, "mlp.up_proj": capture.GATE_UP}
-"""Layers that the engine computes as one, in its order of them."""
+_FUSED_LAYERS = {
+    "self_attn.q_proj": capture.QKV,
+    "self_attn.k_proj": capture.QKV,
+    "self_attn.v_proj": capture.QKV,
+    "mlp.gate_proj": capture.GATE_UP,
+    "mlp.up_proj": capture.GATE_UP,
+}
+"""Layers that the engine computes as one, in the order of its output."""
 _INPUTS = {capture.OUTPUT: capture.ATTENTION, capture.DOWN: capture.ACTIVATION}
 """Layers whose input is the result of another operation, which is no module."""
 
@@ -30,156 +36,169 @@ Place = tuple[int, int, bool]
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One operation of one layer, in prefill or decoding."""
+class ComparedOperation:
+    """One operation of one layer, in prefill or in decoding, of engine and trainer."""
 
     name: str
-    decodes: bool
+    decoding: bool
     rows: int
-    different: int
-    """Rows with a number that is not equal; NaN is not."""
-    largest: float
-    """Largest difference; NaN where one is."""
-    first: tuple[int, int] | None
-    """Sequence and position of the first row that differs."""
-    relative: float = 0.0
-    """Root mean square of the difference over that of the trainer's numbers."""
+    different_rows: int
+    """Rows in which a number differs; NaN differs from NaN."""
+    largest_difference: float
+    """NaN where a difference is NaN."""
+    first_difference: tuple[int, int] | None
+    """Sequence and position of the first row that differs; None: no row does."""
+    relative_error: float = 0.0
+    """Root mean square of the differences over that of the trainer's numbers."""
 
 
 class CapturedTrainer:
-    """A model on one rank, sharded as a policy is."""
+    """A model on one rank, sharded as a policy is, that captures the results of its operations."""
 
     def __init__(self, model_path: str, dtype: str, exact: bool) -> None:
         """Load the model, which computes in ``dtype``."""
         compute_dtype: torch.dtype = getattr(torch, dtype)
         self._device = trainer_device("auto")
         mesh = join_trainer_group(RankAddress(0, 1, LOOPBACK, listen(LOOPBACK)), self._device)
-        chosen = operations(exact, compute_dtype)
-        AttentionInterface.register(
-            _CAPTURED_ATTENTION, self._watched(AttentionInterface()[chosen.attention])
-        )
-        chosen = replace(chosen, attention=_CAPTURED_ATTENTION)
-        self.model = load_causal_lm(model_path, torch.float32, operations=chosen)
+        model_operations = operations(exact, compute_dtype)
+        attention = AttentionInterface()[model_operations.attention]
+        AttentionInterface.register(_CAPTURED_ATTENTION, self._with_captured_rotary(attention))
+        model_operations = replace(model_operations, attention=_CAPTURED_ATTENTION)
+        self.model = load_causal_lm(model_path, torch.float32, operations=model_operations)
         shard_model(self.model, mesh, compute_dtype)
         self.model.eval()
-        self._kept: dict[str, list[Tensor]] = {}
+        self._captured: dict[str, list[Tensor]] = {}
         for name, module in self.model.named_modules():
-            self._watch(name, module)
+            self._add_hooks(name, module)
 
-    def compare(self, prompts: list[list[int]], file: str) -> list[Compared]:
-        """Compare with the ``file`` of ``CapturingEngine.sample``, in the order in which it computes."""
+    def compare(self, prompts: list[list[int]], file: str) -> list[ComparedOperation]:
+        """Compare with the ``file`` of ``CapturingEngine.sample``, in the order of computation."""
         engine = torch.load(file, map_location="cpu")
-        sampled = torch.tensor([value for given in engine["log_probs"] for value in given])
-        theirs = {**engine["kept"], capture.LOG_PROBS: (None, sampled[:, None])}
+        sampled = torch.tensor([value for values in engine["log_probs"] for value in values])
+        engine_results = {**engine["kept"], capture.LOG_PROBS: (None, sampled[:, None])}
         compared = []
-        for name, (places, mine) in self._computed(prompts, engine).items():
-            # the engine's vocabulary may be padded
-            rows = theirs[name][1][:, : mine.shape[1]] if name == capture.HEAD else theirs[name][1]
-            compared += compare_rows(name, places, mine, rows)
+        for name, (places, trainer_rows) in self._results(prompts, engine).items():
+            engine_rows = engine_results[name][1]
+            if name == capture.HEAD:  # the engine's vocabulary may be padded
+                engine_rows = engine_rows[:, : trainer_rows.shape[1]]
+            compared += compare_rows(name, places, trainer_rows, engine_rows)
         return compared
 
-    def keep(self, prompts: list[list[int]], file: str, kept: str) -> None:
-        """Write to ``kept`` what this model computes of the tokens in an engine's ``file``, as if it were
-        that."""
+    def save_as_engine(self, prompts: list[list[int]], file: str, output: str) -> None:
+        """Write to ``output``, as an engine would, what this model computes of the tokens in an engine's
+        ``file``."""
         engine = torch.load(file, map_location="cpu")
-        computed = self._computed(prompts, engine)
-        _, log_probs = computed.pop(capture.LOG_PROBS)
-        parts = log_probs[:, 0].split([len(answer) for answer in engine["responses"]])
-        torch.save({**engine, "kept": computed, "log_probs": [part.tolist() for part in parts]}, kept)
+        results = self._results(prompts, engine)
+        _, log_probs = results.pop(capture.LOG_PROBS)
+        by_response = log_probs[:, 0].split([len(response) for response in engine["responses"]])
+        log_prob_lists = [response_log_probs.tolist() for response_log_probs in by_response]
+        torch.save({**engine, "kept": results, "log_probs": log_prob_lists}, output)
 
-    def _computed(
+    def _results(
         self, prompts: list[list[int]], engine: dict[str, Any]
     ) -> dict[str, tuple[list[Place], Tensor]]:
-        """By operation, in the engine's order: its places, and the rows of this model there."""
-        sequences = [[*prompt, *answer] for prompt, answer in zip(prompts, engine["responses"], strict=True)]
+        """The engine's places, and this model's rows there, by operation in the order of computation."""
+        responses = engine["responses"]
+        sequences = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
         lengths = torch.tensor([len(sequence) for sequence in sequences])
-        begins = lengths.cumsum(0) - lengths
-        ends, _ = engine["kept"][capture.HEAD]
-        self._kept = {}
+        starts = lengths.cumsum(0) - lengths
+        head_places, _ = engine["kept"][capture.HEAD]
+        self._captured = {}
         with torch.no_grad():
-            tokens = [token for sequence in sequences for token in sequence]
-            ids = torch.tensor(tokens, device=self._device)
-            keep = _rows(ends, begins).to(self._device)
-            logits = packed_logits(self.model, ids, lengths, keep).cpu()
-            mine = {name: torch.cat([*parts], -1) for name, parts in self._kept.items()}
-            log_probs = self._log_probs(prompts, engine["responses"])
-        sampled = [
+            ids = torch.tensor([*chain.from_iterable(sequences)], device=self._device)
+            head_rows = _packed_positions(head_places, starts).to(self._device)
+            logits = packed_logits(self.model, ids, lengths, head_rows).cpu()
+            captured = {name: torch.cat(outputs, -1) for name, outputs in self._captured.items()}
+            log_probs = self._log_probs(prompts, responses)
+        sampled_places = [
             (row, len(prompts[row]) + place, place > 0)
-            for row, answer in enumerate(engine["responses"])
-            for place in range(len(answer))
+            for row, response in enumerate(responses)
+            for place in range(len(response))
         ]
-        kept = engine["kept"].items()
-        computed = {
-            name: (where, mine[name][_rows(where, begins)]) for name, (where, _) in kept if name in mine
+        results = {
+            name: (places, captured[name][_packed_positions(places, starts)])
+            for name, (places, _) in engine["kept"].items()
+            if name in captured
         }
-        return {**computed, capture.HEAD: (ends, logits), capture.LOG_PROBS: (sampled, log_probs[:, None])}
+        results[capture.HEAD] = head_places, logits
+        results[capture.LOG_PROBS] = sampled_places, log_probs[:, None]
+        return results
 
     def _log_probs(self, prompts: list[list[int]], responses: list[list[int]]) -> Tensor:
         """float32 ``[K]``, of all response tokens, row by row."""
         batch = TokenBatch(
-            prompts=pad_sequence([torch.tensor(one) for one in prompts], True, padding_side="left"),
-            prompt_lengths=torch.tensor([len(one) for one in prompts]),
-            responses=pad_sequence([torch.tensor(one) for one in responses], True),
-            response_lengths=torch.tensor([len(one) for one in responses]),
+            prompts=pad_sequence([torch.tensor(prompt) for prompt in prompts], True, padding_side="left"),
+            prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
+            responses=pad_sequence([torch.tensor(response) for response in responses], True),
+            response_lengths=torch.tensor([len(response) for response in responses]),
             batch_size=[len(prompts)],
         )
         scores = score_tokens(self.model, batch.to(self._device), ForwardOptions(), with_entropy=False)
-        return torch.cat(
-            [row[: len(one)] for row, one in zip(scores.log_probs.cpu(), responses, strict=True)]
-        )
+        log_probs = scores.log_probs.cpu()
+        return torch.cat([row[: len(response)] for row, response in zip(log_probs, responses, strict=True)])
 
-    def _watch(self, name: str, module: nn.Module) -> None:
-        end = ".".join(name.split(".")[-2:])
-        if end in _PARTS:
-            self._keep_output(name.removesuffix(end) + _PARTS[end], module)
+    def _add_hooks(self, name: str, module: nn.Module) -> None:
+        layer = ".".join(name.split(".")[-2:])
+        if layer in _FUSED_LAYERS:
+            self._capture_output(name.removesuffix(layer) + _FUSED_LAYERS[layer], module)
         elif name.endswith(capture.FIRST_LAYER):
-            self._keep_input(name.removesuffix(capture.FIRST_LAYER) + capture.EMBEDDING, module)
-        elif name.endswith(capture.KEPT_MODULES):
+            self._capture_input(name.removesuffix(capture.FIRST_LAYER) + capture.EMBEDDING, module)
+        elif name.endswith(capture.CAPTURED_MODULES):
             if name.endswith("norm"):
-                self._keep_input(name + capture.RESIDUAL, module)
-            elif end in _INPUTS:
-                self._keep_input(name.removesuffix(end) + _INPUTS[end], module)
-            self._keep_output(name, module)
+                self._capture_input(name + capture.RESIDUAL, module)
+            elif layer in _INPUTS:
+                self._capture_input(name.removesuffix(layer) + _INPUTS[layer], module)
+            self._capture_output(name, module)
 
-    def _keep_input(self, name: str, module: nn.Module) -> None:
-        module.register_forward_pre_hook(lambda _, inputs: self._keep(name, inputs[0]))
+    def _capture_input(self, name: str, module: nn.Module) -> None:
+        module.register_forward_pre_hook(lambda _, inputs: self._capture(name, inputs[0]))
 
-    def _keep_output(self, name: str, module: nn.Module) -> None:
-        module.register_forward_hook(lambda _, inputs, output: self._keep(name, output))
+    def _capture_output(self, name: str, module: nn.Module) -> None:
+        module.register_forward_hook(lambda _, inputs, output: self._capture(name, output))
 
-    def _keep(self, name: str, values: Tensor) -> None:
-        flat = values.detach()[0].cpu()
-        self._kept.setdefault(name, []).append(flat.reshape(len(flat), -1))
+    def _capture(self, name: str, values: Tensor) -> None:
+        """``values`` of a packed batch: one row."""
+        rows = values.detach()[0].cpu()
+        self._captured.setdefault(name, []).append(rows.reshape(len(rows), -1))
 
-    def _watched(self, attention: Any) -> Any:
-        def watched(module: Any, query: Tensor, key: Tensor, *inputs: Any, **options: Any) -> Any:
+    def _with_captured_rotary(self, attention: Any) -> Any:
+        def captured_attention(module: Any, query: Tensor, key: Tensor, *inputs: Any, **options: Any) -> Any:
             name = f"model.layers.{module.layer_idx}.{capture.ROTARY}"
-            for part in (query, key):
-                self._keep(name, part.transpose(1, 2))
+            for rotated in (query, key):
+                self._capture(name, rotated.transpose(1, 2))
             return attention(module, query, key, *inputs, **options)
 
-        return watched
+        return captured_attention
 
 
-def _rows(places: list[Place], begins: Tensor) -> Tensor:
-    """Packed positions of (sequence, position) pairs."""
-    return torch.tensor([int(begins[sequence]) + position for sequence, position, _ in places])
+def _packed_positions(places: list[Place], starts: Tensor) -> Tensor:
+    """int64, of ``places`` in sequences that begin at ``starts``."""
+    return torch.tensor([int(starts[sequence]) + position for sequence, position, _ in places])
 
 
-def compare_rows(name: str, places: list[Place], mine: Tensor, theirs: Tensor) -> list[Compared]:
-    """In prefill and in decoding, where there are rows of it."""
-    phases = torch.tensor([decodes for *_, decodes in places])
+def compare_rows(
+    name: str, places: list[Place], trainer_rows: Tensor, engine_rows: Tensor
+) -> list[ComparedOperation]:
+    """In prefill and in decoding, where there are rows of it; both ``[rows, numbers]``."""
+    decoding_rows = torch.tensor([decoding for *_, decoding in places])
     compared = []
-    for decodes in (False, True):
-        of_phase = (phases == decodes).nonzero()[:, 0]
-        if len(of_phase):
-            left, right = mine[of_phase], theirs[of_phase]
-            different = (left != right).any(-1)
-            first = min((places[int(row)][:2] for row in of_phase[different]), default=None)
-            apart = left.double() - right.double()
-            relative = float(apart.norm() / left.double().norm()) if different.any() else 0.0
-            largest = float(apart.abs().max())
+    for decoding in (False, True):
+        rows = (decoding_rows == decoding).nonzero()[:, 0]
+        if len(rows):
+            ours, theirs = trainer_rows[rows], engine_rows[rows]
+            is_different = (ours != theirs).any(-1)
+            differences = ours.double() - theirs.double()
             compared.append(
-                Compared(name, decodes, len(of_phase), int(different.sum()), largest, first, relative)
+                ComparedOperation(
+                    name,
+                    decoding,
+                    rows=len(rows),
+                    different_rows=int(is_different.sum()),
+                    largest_difference=float(differences.abs().max()),
+                    first_difference=min((places[int(row)][:2] for row in rows[is_different]), default=None),
+                    relative_error=float(differences.norm() / ours.double().norm())
+                    if is_different.any()
+                    else 0.0,
+                )
             )
     return compared

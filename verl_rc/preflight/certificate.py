@@ -1,4 +1,4 @@
-"""The certificate: does an engine compute what the trainer does, operation by operation, to the last bit?"""
+"""The certificate: does an engine compute the bits of the trainer, operation by operation?"""
 
 import random
 import tempfile
@@ -6,24 +6,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import AutoConfig
 
 from verl_rc.config.models import model_source
 from verl_rc.data.tokenize import load_tokenizer
 from verl_rc.distributed.child_process import ChildProcess, RemoteError
 from verl_rc.distributed.process_group import trainer_device
-from verl_rc.exact import ENGINE_ARGUMENTS, capture, hold_sums
-from verl_rc.preflight.captured_trainer import Compared
+from verl_rc.exact import ENGINE_ARGUMENTS, capture, fix_summation_order
+from verl_rc.preflight.captured_trainer import ComparedOperation
 from verl_rc.rollout.vllm.options import VllmOptions
 from verl_rc.workers.environment import engine_environment, trainer_environment
 from verl_rc.workers.host import usable_cores
 
-_BATCHES = (1, 7, 64)
-_NUM_TOKENS = 8
-"""Sampled in each sequence."""
-_LONGEST = 400
-_PREFIX = 300
-"""Tokens that sequences share: more than a block of the engine's cache has."""
+_BATCH_SIZES = (1, 7, 64)
+_SHARED_ROWS = 16
+"""Sequences of the batch behind a shared prefix."""
+_RESPONSE_TOKENS = 8
+_MAX_TOKENS = 400
+"""Of a sequence."""
+_PREFIX_TOKENS = 300
+"""Longer than a block of the engine's KV cache."""
 _KINDS = {
     "embedding": (capture.EMBEDDING,),
     "sum with residual": (capture.RESIDUAL,),
@@ -35,46 +38,45 @@ _KINDS = {
     "head": (capture.HEAD,),
     "log-softmax": (capture.LOG_PROBS,),
 }
-"""Kinds of operations, by the ends of their names."""
+"""Kinds of operations, and the suffixes of their names."""
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was compared, by batch, each in the order of computation."""
+    """The comparison of engine and trainer."""
 
-    compared: Mapping[str, Sequence[Compared]]
-    cached: int
-    """Tokens of prompts that came from the cache of prefixes."""
+    operations: Mapping[str, Sequence[ComparedOperation]]
+    """By batch, in the order of computation."""
+    cached_tokens: int
+    """Tokens of prompts that the engine took from its prefix cache."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether every operation of every batch was compared and is equal."""
-        everything = [one for batch in self.compared.values() for one in batch]
-        return self.cached > 0 and bool(everything) and not any(one.different for one in everything)
+        """Whether operations were compared, also behind the prefix cache, and all are equal."""
+        differences = [operation.different_rows for _, operation in self._with_batches()]
+        return self.cached_tokens > 0 and bool(differences) and not any(differences)
+
+    def _with_batches(self) -> list[tuple[str, ComparedOperation]]:
+        return [(batch, operation) for batch, compared in self.operations.items() for operation in compared]
 
     def lines(self) -> Iterator[str]:
         """A line for each kind of operation, then the verdict."""
+        operations = self._with_batches()
         yield f"{'operation':18} {'prefill':>10} {'decoding':>10}   first that differs"
-        for kind, ends in _KINDS.items():
-            places = [
-                (batch, one)
-                for batch, of_batch in self.compared.items()
-                for one in of_batch
-                if one.name.endswith(ends)
+        for kind, suffixes in _KINDS.items():
+            compared = [
+                (batch, operation) for batch, operation in operations if operation.name.endswith(suffixes)
             ]
-            phases = [
-                _largest([one for _, one in places if one.decodes == decodes]) for decodes in (False, True)
-            ]
-            first = next((_place(batch, one) for batch, one in places if one.different), "")
-            yield f"{kind:18} {phases[0]:>10} {phases[1]:>10}   {first}".rstrip()
-        rows = sum(one.rows for batch in self.compared.values() for one in batch)
-        batches = ", ".join(self.compared)
-        yield f"{rows:,} rows of numbers, batches of {batches} ({self.cached:,} tokens)"
-        different = [
-            (batch, one) for batch, of_batch in self.compared.items() for one in of_batch if one.different
-        ]
-        if different:
-            yield f"not exact; the first operation that differs is {_place(*different[0])}"
+            prefill, decoding = (
+                _largest_difference([operation for _, operation in compared if operation.decoding is phase])
+                for phase in (False, True)
+            )
+            yield f"{kind:18} {prefill:>10} {decoding:>10}   {_first_difference(compared)}".rstrip()
+        rows = sum(operation.rows for _, operation in operations)
+        batches = ", ".join(self.operations)
+        yield f"{rows:,} rows of numbers, batches of {batches} ({self.cached_tokens:,} tokens)"
+        if first := _first_difference(operations):
+            yield f"not exact; the first operation that differs is {first}"
         elif not self.is_exact:
             yield "not shown: no prefix came from the cache"
         else:
@@ -82,20 +84,21 @@ class Certificate:
 
 
 def certify(model: str, dtype: str, prompts: Path | None = None, exact: bool = True) -> Certificate:
-    """Sample with an engine and score with the trainer, each in a process, and compare what they computed:
-    on a GPU where one is found.
+    """Sample with an engine, score with the trainer, and compare operation by operation; on a GPU if there is
+    one.
 
     ``prompts``: a text file with a prompt in each line; None: random tokens. ``exact``: with the operations
-    of exact mode, else as a run without it. Raises ``ValueError`` for a file without prompts,
-    and where a side cannot compute.
+    of exact mode, else with those of an ordinary run. Raises ``ValueError`` for a file without prompts, and
+    where a side cannot compute.
     """
     config = AutoConfig.from_pretrained(model_source(model)).get_text_config()
-    longest = min(_LONGEST, config.max_position_embeddings)
-    texts = _random_prompts(config.vocab_size) if prompts is None else _read_prompts(model, prompts)
-    texts = [tokens[: longest - _NUM_TOKENS] for tokens in texts]
-    batches = {str(size): [texts[row % len(texts)] for row in range(size)] for size in _BATCHES}
-    prefix = (max(texts, key=len) * _PREFIX)[: min(_PREFIX, longest - _NUM_TOKENS - 2)]
-    shared = [[*prefix[: len(prefix) - row], texts[0][0]] for row in range(16)]
+    max_tokens = min(_MAX_TOKENS, config.max_position_embeddings)
+    token_ids = _random_prompts(config.vocab_size) if prompts is None else _read_prompts(model, prompts)
+    token_ids = [ids[: max_tokens - _RESPONSE_TOKENS] for ids in token_ids]
+    batches = {str(size): [token_ids[row % len(token_ids)] for row in range(size)] for size in _BATCH_SIZES}
+    prefix_tokens = min(_PREFIX_TOKENS, max_tokens - _RESPONSE_TOKENS - 2)
+    prefix = (max(token_ids, key=len) * prefix_tokens)[:prefix_tokens]
+    behind_prefix = [[*prefix[: len(prefix) - row], token_ids[0][0]] for row in range(_SHARED_ROWS)]
     device = trainer_device("auto").type
     arguments = {
         "enforce_eager": True,
@@ -107,11 +110,11 @@ def certify(model: str, dtype: str, prompts: Path | None = None, exact: bool = T
         **({"gpu_memory_utilization": 0.05} if device == "cuda" else {}),  # else nearly all must be free
         **(ENGINE_ARGUMENTS[device] if exact else {}),
     }
-    options = VllmOptions(model_source(model), dtype, longest, arguments, exact=exact)
+    options = VllmOptions(model_source(model), dtype, max_tokens, arguments, exact=exact)
     if exact:
-        hold_sums(device)
+        fix_summation_order(device)
     cores = usable_cores()
-    compared = {}
+    operations = {}
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/engine.pt"
         engine = ChildProcess(
@@ -131,44 +134,51 @@ def certify(model: str, dtype: str, prompts: Path | None = None, exact: bool = T
         try:
             engine.answer()
             trainer.answer()
-            for name, rows in batches.items():
-                engine.call("sample", rows, _NUM_TOKENS, file)
-                compared[name] = trainer.call("compare", rows, file)
-            engine.call("sample", shared[:1], _NUM_TOKENS, file)  # fills the cache
-            cached = engine.call("sample", shared, _NUM_TOKENS, file)
-            compared[f"{len(shared)} with a prefix from the cache"] = trainer.call("compare", shared, file)
+            for name, batch in batches.items():
+                engine.call("sample", batch, _RESPONSE_TOKENS, file)
+                operations[name] = trainer.call("compare", batch, file)
+            engine.call("sample", behind_prefix[:1], _RESPONSE_TOKENS, file)  # fills the cache
+            cached_tokens = engine.call("sample", behind_prefix, _RESPONSE_TOKENS, file)
+            operations[f"{_SHARED_ROWS} with a prefix from the cache"] = trainer.call(
+                "compare", behind_prefix, file
+            )
         except RemoteError as error:
             raise ValueError(str(error).strip().rpartition("\n")[2]) from error
         finally:
             engine.end()
             trainer.end()
-    return Certificate(compared, cached)
+    return Certificate(operations, cached_tokens)
 
 
-def _random_prompts(vocabulary: int) -> list[list[int]]:
-    numbers = random.Random(0)
-    return [[numbers.randrange(vocabulary) for _ in range(5 + row % 19)] for row in range(max(_BATCHES))]
+def _random_prompts(vocab_size: int) -> list[list[int]]:
+    generator = random.Random(0)
+    return [
+        [generator.randrange(vocab_size) for _ in range(5 + row % 19)] for row in range(max(_BATCH_SIZES))
+    ]
 
 
 def _read_prompts(model: str, file: Path) -> list[list[int]]:
     tokenizer = load_tokenizer(model, trust_remote_code=False)
-    rows = [tokenizer.encode(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not any(rows):
+    lines = file.read_text(encoding="utf-8").splitlines()
+    prompts = [ids for line in lines if line.strip() and (ids := tokenizer.encode(line))]
+    if not prompts:
         raise ValueError(f"--prompts must be a file with a prompt in each line, got none in {file}")
-    return [row for row in rows if row]
+    return prompts
 
 
-def _largest(compared: Sequence[Compared]) -> str:
-    if not compared:
-        return "-"
-    if not any(one.different for one in compared):
-        return "equal"
+def _largest_difference(operations: Sequence[ComparedOperation]) -> str:
+    if not any(operation.different_rows for operation in operations):
+        return "equal" if operations else "-"
     # max() would pass over NaN
-    return f"{sorted((one.largest for one in compared), key=lambda size: (size != size, size))[-1]:.1e}"
+    sizes = torch.tensor([operation.largest_difference for operation in operations], dtype=torch.float64)
+    return f"{float(sizes.max()):.1e}"
 
 
-def _place(batch: str, one: Compared) -> str:
-    assert one.first is not None
-    sequence, position = one.first
-    phase = "decoding" if one.decodes else "prefill"
-    return f"{one.name}, batch of {batch}, {phase}, sequence {sequence}, position {position}"
+def _first_difference(operations: Sequence[tuple[str, ComparedOperation]]) -> str:
+    """Where the first operation that differs does so; empty where none does."""
+    for batch, operation in operations:
+        if operation.first_difference is not None:
+            sequence, position = operation.first_difference
+            phase = "decoding" if operation.decoding else "prefill"
+            return f"{operation.name}, batch of {batch}, {phase}, sequence {sequence}, position {position}"
+    return ""

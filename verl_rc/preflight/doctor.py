@@ -36,13 +36,13 @@ SCORED_ROWS = 3
 
 @dataclass
 class Inputs:
-    """Results of earlier checks that later checks use."""
+    """Results of checks that later checks use."""
 
     shapes: dict[str, ModelShape] = field(default_factory=dict)
     """Shapes of the readable models by path."""
     tokenizer: Any = None
     rows: list[PromptRow] = field(default_factory=list)
-    """Some training prompts."""
+    """The first training prompts."""
 
 
 def check_models(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
@@ -74,9 +74,9 @@ def check_models(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
             )
         inputs.shapes[path] = shape
         active = (shape.parameters - shape.idle_parameters) / 1e6
-        taken = f" ({active:.2f} M for a token)" if shape.idle_parameters else ""
+        active_text = f" ({active:.2f} M for a token)" if shape.idle_parameters else ""
         summary = (
-            f"{path}: {shape.parameters / 1e6:.2f} M weights{taken}, {shape.layers} layers of width "
+            f"{path}: {shape.parameters / 1e6:.2f} M weights{active_text}, {shape.layers} layers of width "
             f"{shape.width}"
         )
         if path == config.reward.reward_model.model_path:
@@ -134,9 +134,9 @@ def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
         "data.train_files": (data.train_files, data.train_batch_size, data.train_max_samples),
         "data.val_files": (data.val_files, 1, data.val_max_samples),
     }
-    for key, (files, fewest, max_samples) in sources.items():
+    for key, (files, min_prompts, max_samples) in sources.items():
         try:
-            lengths, total, rows = _read(config, inputs.tokenizer, files)
+            lengths, total, rows = _read_prompts(config, inputs.tokenizer, files)
         except (OSError, ValueError) as error:
             yield Finding(
                 "failed",
@@ -148,42 +148,42 @@ def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
             continue
         inputs.rows = inputs.rows or rows
         total = min(total, max_samples) if max_samples >= 0 else total
-        yield _lengths(config, key, lengths, total)
+        yield _length_finding(config, key, lengths, total)
         num_usable = (
             total * sum(length <= config.data.max_prompt_length for length in lengths) // len(lengths)
         )
         usable = num_usable if config.data.filter_overlong_prompts else total
-        steps = _steps(config, usable) if key == "data.train_files" else ""
+        steps = _steps_text(config, usable) if key == "data.train_files" else ""
         yield Finding.from_condition(
-            usable >= fewest,
+            usable >= min_prompts,
             f"{key}, size",
             f"{usable} prompts{steps}",
-            f"there must be at least {fewest} prompts (data.train_batch_size)",
+            f"there must be at least {min_prompts} prompts (data.train_batch_size)",
             "lower data.train_batch_size, or add data",
         )
 
 
-def _steps(config: RunConfig, prompts: int) -> str:
-    """The number of steps that the prompts suffice for, in words; empty where it is unknown (mixture, dynamic
-    sampling)."""
+def _steps_text(config: RunConfig, prompts: int) -> str:
+    """The steps that so many prompts suffice for; empty where it is unknown (mixture, dynamic sampling)."""
     trainer, per_draw = config.trainer, config.data.gen_batch_size
     if config.data.train_weights is not None or config.algorithm.filter_groups.enable or prompts < per_draw:
         return ""
-    reach = prompts // per_draw * trainer.total_epochs
-    limit = trainer.total_training_steps
-    fewer = "" if limit is None or limit <= reach else f", fewer than trainer.total_training_steps={limit}"
-    return f", enough for {reach} steps in {trainer.total_epochs} epoch(s){fewer}"
+    steps, limit = prompts // per_draw * trainer.total_epochs, trainer.total_training_steps
+    warning = "" if limit is None or limit <= steps else f", fewer than trainer.total_training_steps={limit}"
+    return f", enough for {steps} steps in {trainer.total_epochs} epoch(s){warning}"
 
 
-def _read(config: RunConfig, tokenizer: Any, files: Sequence[str]) -> tuple[list[int], int, list[PromptRow]]:
-    """Lengths of some prompts in tokens, the number of prompts, and some rows."""
-    whole = {"max_prompt_length": sys.maxsize, "filter_overlong_prompts": False}
-    dataset = PromptDataset(files, tokenizer, config.data.model_copy(update=whole))
+def _read_prompts(
+    config: RunConfig, tokenizer: Any, files: Sequence[str]
+) -> tuple[list[int], int, list[PromptRow]]:
+    """Lengths of ``SAMPLED_PROMPTS`` prompts in tokens, the number of all prompts, and the first rows."""
+    unlimited = {"max_prompt_length": sys.maxsize, "filter_overlong_prompts": False}
+    dataset = PromptDataset(files, tokenizer, config.data.model_copy(update=unlimited))
     rows = [dataset[index] for index in evenly_spread(len(dataset), SAMPLED_PROMPTS)]
     return [len(row.prompt_token_ids) for row in rows], len(dataset), rows[:SCORED_ROWS]
 
 
-def _lengths(config: RunConfig, key: str, lengths: Sequence[int], total: int) -> Finding:
+def _length_finding(config: RunConfig, key: str, lengths: Sequence[int], total: int) -> Finding:
     data = config.data
     summary = describe_lengths(lengths, total, data.max_prompt_length)
     is_longer = max(lengths) > data.max_prompt_length
@@ -233,8 +233,8 @@ def check_reward(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
         )
         return
     pairs = list(zip(scores[::2], scores[1::2], strict=True))
-    scores_in_words = ", ".join(f"{truth:g} / {empty:g}" for truth, empty in pairs)
-    summary = f"ground truth / empty response of {len(pairs)} row(s): {scores_in_words}"
+    scores_text = ", ".join(f"{truth:g} / {empty:g}" for truth, empty in pairs)
+    summary = f"ground truth / empty response of {len(pairs)} row(s): {scores_text}"
     if any(truth > empty for truth, empty in pairs):
         yield Finding("ok", "reward", summary)
     else:
@@ -255,17 +255,15 @@ def _scores(config: RunConfig, samples: Sequence[RewardSample]) -> list[float]:
     if not needs_process and all(score_on_timeout(sample.data_source) is None for sample in samples):
         reward = build_reward(config.reward)
         return [reward(sample).score for sample in samples]
-    with closing(
-        RewardPool(config.reward.model_copy(update={"num_workers": 1}), config.trainer.ready_timeout_seconds)
-    ) as pool:
-        return [_score_of(pool, sample) for sample in samples]
-
-
-def _score_of(pool: RewardPool, sample: RewardSample) -> float:
-    [(_, result)] = pool.results([sample])
-    if isinstance(result, RewardError):
-        raise result
-    return result.score
+    one_process = config.reward.model_copy(update={"num_workers": 1})
+    scores = []
+    with closing(RewardPool(one_process, config.trainer.ready_timeout_seconds)) as pool:
+        for sample in samples:
+            [(_, result)] = pool.results([sample])
+            if isinstance(result, RewardError):
+                raise result
+            scores.append(result.score)
+    return scores
 
 
 def _first_line(error: Exception) -> str:

@@ -85,8 +85,8 @@ def plan_text(config: RunConfig, measured: MeasuredStep | None = None) -> str:
         "At their defaults, and without effect here": _without_effect(plan, is_changed=False),
         "Worth a second look": (line for text in plan.warnings for line in _wrapped("  ", text)),
     }
-    texts = {title: "".join(f"{line}\n" for line in lines) for title, lines in sections.items()}
-    return "\n".join(f"{title}\n{text}" for title, text in texts.items() if text)
+    bodies = {title: "".join(f"{line}\n" for line in lines) for title, lines in sections.items()}
+    return "\n".join(f"{title}\n{body}" for title, body in bodies.items() if body)
 
 
 def _objective(config: RunConfig, plan: Plan) -> Iterator[str]:
@@ -112,7 +112,7 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
         "else",
     )
     yield from _ratio_symbols(plan)
-    if policy.in_actor or policy.weights or policy.rejects:
+    if policy.in_actor or policy.applies_weights or policy.rejects_tokens:
         yield (
             "π_roll",
             "rollout policy: the engine, as it reported the log-prob of each token it sampled "
@@ -127,8 +127,8 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
     if policy.entropy_coeff:
         yield "H(π)", "entropy of the current policy at each token (entropies); carries a gradient"
     if policy.kl_loss_coef:
-        own_model = f"{config.actor_rollout_ref.ref.model_path}, frozen"
-        source = own_model if config.has_reference_model else "the actor without its adapters"
+        model = f"{config.actor_rollout_ref.ref.model_path}, frozen"
+        source = model if config.has_reference_model else "the actor without its adapters"
         yield "π_ref", f"reference policy: {source} (ref_log_prob); constant"
     yield from _kept_set(config.actor_rollout_ref.rollout)
     if config.actor_rollout_ref.rollout.enable_rollout_routing_replay:
@@ -144,8 +144,9 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
             "",
             "a row's ratio is made of all of response_mask: a rejected token leaves the sum, not the ratio",
         )
-    counted = "response tokens (kept or not)" if policy.denominator == "original" else "kept tokens"
-    counted = counted if policy.rejects else "response tokens"
+    counted = "response tokens"
+    if policy.rejects_tokens:
+        counted = "response tokens (kept or not)" if policy.counted_tokens == "original" else "kept tokens"
     for mode in sorted(policy.aggregations):
         divisors = AGGREGATIONS[mode].divisors.format(counted=counted, factor=actor.loss_scale_factor)
         yield "", f"{mode}: {divisors}"
@@ -165,7 +166,7 @@ def _kept_set(rollout: RolloutConfig) -> Iterator[Row]:
 
 def _ratio_symbols(plan: Plan) -> Iterator[Row]:
     policy, spec = plan.policy, plan.policy.spec
-    symbol = "π_roll" if policy.bypass else "π_old"
+    symbol = "π_roll" if policy.bypass_mode else "π_old"
     if spec is None:
         yield (
             "π_old",
@@ -173,34 +174,40 @@ def _ratio_symbols(plan: Plan) -> Iterator[Row]:
         )
         return
     if not spec.reads_old_log_probs:
-        ways = [symbol for symbol, enters in (("w", policy.weights), ("m", policy.rejects)) if enters]
-        how = (
-            f"enters through {' and '.join(ways)} alone" if ways else f"does not enter the loss {policy.loss}"
+        symbols = [
+            symbol
+            for symbol, is_used in (("w", policy.applies_weights), ("m", policy.rejects_tokens))
+            if is_used
+        ]
+        effect = (
+            f"enters through {' and '.join(symbols)} alone"
+            if symbols
+            else f"does not enter the loss {policy.loss}"
         )
-        yield "", f"no ratio, no clip: the {policy.old_policy} policy {how}"
+        yield "", f"no ratio, no clip: the {policy.old_policy} policy {effect}"
         return
-    if policy.interpolates:
+    if policy.interpolates_proximal:
         yield (
             "π_old",
             "proximal policy: log π_old = (1 - a) log π_roll + a log π, where a is the share of the "
             "optimizer updates from π_roll to π that were made before the step; constant",
         )
-    elif not policy.bypass:
+    elif not policy.bypass_mode:
         yield (
             "π_old",
             "proximal policy: the actor before the step's first update, recomputed by old_log_prob "
             "(old_log_probs); constant",
         )
-    part = (
+    gradient = (
         "; the gradient goes through it"
         if spec.gradient_through == "ratio"
         else "; a constant, the gradient goes through log π"
     )
     if spec.ratio in ("token", "product") or spec.is_per_row:
-        yield "r", f"π(y) / {symbol}(y) of the sampled token{part}"
+        yield "r", f"π(y) / {symbol}(y) of the sampled token{gradient}"
     elif spec.ratio == "row":
         yield "s", f"exp(mean over the row of log π(y) / {symbol}(y)), with each token's own gradient"
-    if policy.bypass:
+    if policy.bypass_mode:
         yield (
             "",
             "bypass mode: π_old is the rollout policy, nothing is recomputed"
@@ -210,11 +217,11 @@ def _ratio_symbols(plan: Plan) -> Iterator[Row]:
 
 def _weight_symbols(correction: RolloutCorrectionConfig, plan: Plan) -> Iterator[Row]:
     policy = plan.policy
-    if not policy.weights:
+    if not policy.applies_weights:
         return
-    ratio = "π / π_roll, with π detached" if policy.bypass else "π_old / π_roll"
+    ratio = "π / π_roll, with π detached" if policy.bypass_mode else "π_old / π_roll"
     bound = correction.weight_threshold()
-    cut = (
+    bounds = (
         f"at most {bound.upper:g}" if bound.lower is None else f"0 outside [{bound.lower:g}, {bound.upper:g}]"
     )
     scaled = ", divided by their mean over the batch" if correction.rollout_is_batch_normalize else ""
@@ -222,7 +229,7 @@ def _weight_symbols(correction: RolloutCorrectionConfig, plan: Plan) -> Iterator
     level = "the geometric mean of the row's weights, each" if symbol == "W" else ""
     yield (
         symbol,
-        f"{level} {_WEIGHTS[str(correction.rollout_is)]} {ratio}, {cut}{scaled} (rollout_is_weights); "
+        f"{level} {_WEIGHTS[str(correction.rollout_is)]} {ratio}, {bounds}{scaled} (rollout_is_weights); "
         "constant".strip(),
     )
 
@@ -232,7 +239,7 @@ def _mask_meaning(correction: RolloutCorrectionConfig, plan: Plan) -> str:
         "reject_sequence": "whose row's log-probs are finite",
         "reject_token": "whose log-probs are finite",
     }
-    if not plan.policy.rejects:
+    if not plan.policy.rejects_tokens:
         condition = source.get(correction.nonfinite_logprob)
         return "1 on response tokens (response_mask)" + (f" {condition}" if condition else "")
     return "1 on response tokens that rejection kept (loss_mask = response_mask and keep_mask)"
@@ -243,13 +250,13 @@ def _correction(correction: RolloutCorrectionConfig, plan: Plan) -> Iterator[Row
     yield (
         "mode",
         "bypass: in the actor, mini-batch by mini-batch; current over rollout policy"
-        if policy.bypass
+        if policy.bypass_mode
         else "decoupled: in the actor, mini-batch by mini-batch; interpolated proximal over rollout policy"
-        if policy.interpolates
+        if policy.interpolates_proximal
         else "decoupled: in the driver, once per step; proximal over rollout policy",
     )
     reported = "reported only" if correction.rollout_is is not None else "none"
-    yield "weights", f"{correction.rollout_is}" if policy.weights else reported
+    yield "weights", f"{correction.rollout_is}" if policy.applies_weights else reported
     rules = [f"{rule} within {bound}" for rule, bound in correction.rejection_bounds().items()]
     if correction.rollout_rs_target_acceptance is not None:
         rules.append(f"the bound follows an acceptance of {correction.rollout_rs_target_acceptance:g}")
@@ -267,19 +274,17 @@ def _correction(correction: RolloutCorrectionConfig, plan: Plan) -> Iterator[Row
         "tokens",
     )
     ratio = None if policy.spec is None else policy.spec.ratio
-    if policy.bypass and ratio in ("token", "row", "product"):
+    if policy.bypass_mode and ratio in ("token", "row", "product"):
         yield "", "the ratio of the loss itself, to the rollout policy, corrects the gap"
-    elif not (policy.weights or policy.rejects):
+    elif not (policy.applies_weights or policy.rejects_tokens):
         yield "", "the gap is measured (rollout_corr/*), and nothing is corrected"
 
 
 def _advantages(config: RunConfig, plan: Plan) -> Iterator[str]:
     advantages, algorithm = plan.advantages, config.algorithm
-    numbers = []
-    if advantages.reads("gamma"):
-        numbers.append(f"gamma = {algorithm.gamma:g}")
-    if advantages.reads("lam"):
-        numbers.append(f"lam = {algorithm.lam:g}")
+    numbers = [
+        f"{name} = {getattr(algorithm, name):g}" for name in ("gamma", "lam") if advantages.reads(name)
+    ]
     if advantages.reads("norm_adv_by_std_in_grpo"):
         numbers.append(
             "divided by the group's standard deviation"
@@ -310,10 +315,7 @@ def _advantages(config: RunConfig, plan: Plan) -> Iterator[str]:
         weight = f"{algorithm.kl_ctrl.kl_coef:g} ({algorithm.kl_ctrl.type})"
         reward += f", minus {weight} x {algorithm.kl_penalty}({plan.policy.old_policy}, π_ref) of each token"
     inputs = ", ".join(inputs_of_update(plan.policy, advantages))
-    rows += [
-        ("reward", reward),
-        ("read", f"{inputs} decide the actor's update; nothing else does"),
-    ]
+    rows += [("reward", reward), ("read", f"{inputs} decide the actor's update; nothing else does")]
     yield from _table(rows)
 
 
@@ -325,10 +327,8 @@ def _rewards_turns(config: RunConfig) -> bool:
 def _conversation(config: RunConfig, plan: Plan) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     if rollout.environment.name is not None:
-        yield from _table(_environment(config, rollout.environment))
-        yield from _table(
-            [("reward", _REWARDS[rollout.environment.reward]), ("credit", _credit(config, plan))]
-        )
+        credit = [("reward", _REWARDS[rollout.environment.reward]), ("credit", _credit(config, plan))]
+        yield from _table([*_environment(config, rollout.environment), *credit])
     elif rollout.multi_turn.enable:
         tools = rollout.multi_turn
         yield from _table(
@@ -368,9 +368,9 @@ def _environment(config: RunConfig, environment: EnvironmentConfig) -> Iterator[
 def _answerer(name: str | None, arguments: Mapping[str, Any]) -> str:
     if name != _AGENT:
         return f"{name}"
-    program = arguments.get("function") or arguments.get("command")
-    words = program if isinstance(program, str) else shlex.join(program or ())
-    return f"an agent from outside, {words}: it asks the policy by a chat endpoint and ends with a score"
+    program = arguments.get("function") or arguments.get("command") or ()
+    command = program if isinstance(program, str) else shlex.join(program)
+    return f"an agent from outside, {command}: it asks the policy by a chat endpoint and ends with a score"
 
 
 def _credit(config: RunConfig, plan: Plan) -> str:
@@ -405,10 +405,9 @@ def _step(config: RunConfig, plan: Plan) -> Iterator[str]:
     name_width = max(len(phase.name) for phase in plan.phases)
     role_width = max(len(phase.role) for phase in plan.phases)
     for phase in plan.phases:
-        work = "; ".join(part for part in (_work(phase), phase.every) if part)
+        work = "; ".join(part for part in (_work(phase), phase.schedule) if part)
         yield f"  {phase.name:<{name_width}}  {phase.role:<{role_width}}  {work}".rstrip()
-    forwards = [phase for phase in plan.phases if phase.forward_rows]
-    names = ", ".join(phase.name for phase in forwards) or "none"
+    names = ", ".join(phase.name for phase in plan.phases if phase.forward_rows) or "none"
     yield f"  forward passes besides the updates: {names}"
     if config.async_training.trace:
         yield "  trace.jsonl records who does what and when: verl-rc trace shows it"
@@ -424,10 +423,9 @@ def _ahead(config: RunConfig, measured: MeasuredStep | None) -> Iterator[str]:
     options = config.async_training
     if options.is_synchronous:
         return
-    yield from _table(rule_of_ages(config))
-    yield from _table(publications(config))
-    if measured is not None:
-        yield from _table([("predicted", sentence) for sentence in prediction(measured, options)])
+    sentences = () if measured is None else prediction(measured, options)
+    predicted = [("predicted", sentence) for sentence in sentences]
+    yield from _table([*rule_of_ages(config), *publications(config), *predicted])
 
 
 def _batch(config: RunConfig, plan: Plan) -> Iterator[str]:
@@ -474,17 +472,17 @@ def _update_in_words(update: UpdateArithmetic, longest: int) -> str:
     low, high = update.rows_per_group
     per_group = f"{low}" if low == high else f"{low} to {high}"
     limit = (
-        f"{update.max_tokens * update.sharing} tokens"
+        f"{update.max_tokens * update.ranks_per_group} tokens"
         if update.max_tokens is not None
         else f"{update.max_rows} rows"
     )
     groups = f"{update.ranks} rank(s)"
-    if update.sharing > 1:
+    if update.ranks_per_group > 1:
         groups = (
-            f"{update.groups} group(s) of {update.sharing} ranks that share each row's tokens and attention "
-            "heads"
+            f"{update.num_groups} group(s) of {update.ranks_per_group} ranks that share each row's tokens "
+            "and attention heads"
         )
-    fewest = update.fewest_rows_per_micro_batch(longest)
+    fewest = update.rows_per_micro_batch(longest)
     at_least = f" ({fewest} of the longest rows)" if update.max_tokens is not None else ""
     return (
         f"{update.mini_batches_per_epoch} mini-batch(es) of {update.mini_batch_prompts} prompts = "
@@ -510,14 +508,14 @@ def _table(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def _wrapped(start: str, text: str) -> list[str]:
-    """``text`` after ``start``, wrapped at words; further lines are indented below the first."""
-    indent = start if not start.strip() else " " * len(start)
-    further = indent + ("  " if not start.strip() else "")
+    """``text`` after ``start``, wrapped at words; further lines are indented below the text, or deeper than a
+    blank ``start``."""
+    indent = len(start) if start.strip() else len(start) + 2
     return textwrap.wrap(
         text,
         _WIDTH,
         initial_indent=start,
-        subsequent_indent=further,
+        subsequent_indent=" " * indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
@@ -525,11 +523,11 @@ def _wrapped(start: str, text: str) -> list[str]:
 
 def policy_formula(plan: PolicyPlan) -> str:
     """``L_policy`` of a plan."""
-    weight = "w · " if plan.weights else ""
+    weight = "w · " if plan.applies_weights else ""
     if plan.spec is None:
         return f"{weight}the function {plan.loss}"
     if plan.spec.is_per_row:
-        own_weight = "W · " if plan.weights else ""
+        own_weight = "W · " if plan.applies_weights else ""
         return f"1/S · Σ_rows {own_weight}[{plan.spec.formula}]"
     return AGGREGATIONS[plan.aggregation].average_of(f"{weight}[{plan.spec.formula}]")
 
@@ -551,13 +549,15 @@ def total_formula(plan: PolicyPlan, kl_loss_type: str) -> str:
 
 def teacher_formula(plan: PolicyPlan, distillation: DistillationLossConfig) -> str:
     """``L_teacher`` of a plan."""
-    average, weight = AGGREGATIONS[plan.regulariser_aggregation], "w · " if plan.weights else ""
+    average, weight = AGGREGATIONS[plan.regulariser_aggregation], "w · " if plan.applies_weights else ""
     divergence = f"{distillation.loss_mode}(π, π_T)"
     if distillation.loss_mode == "forward_kl_topk":
         lowest = distillation.log_prob_min_clamp
         floor = "" if lowest is None else f", log-probs at least {lowest:g}"
-        words = f"the {distillation.topk} tokens v that π_T finds most likely at y{floor}"
-        divergence = f"max(0, Σ π_T(v) (log π_T(v) − log π(v))) over {words}"
+        divergence = (
+            f"max(0, Σ π_T(v) (log π_T(v) − log π(v))) over the {distillation.topk} tokens v that π_T finds "
+            f"most likely at y{floor}"
+        )
     if distillation.loss_max_clamp is not None:
         divergence = f"clamp({divergence}, ±{distillation.loss_max_clamp:g})"
     if plan.teacher_loss is None:

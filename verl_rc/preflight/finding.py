@@ -1,4 +1,4 @@
-"""What a check found, in words for people."""
+"""The finding of a check, in words for people."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,9 +14,9 @@ class Finding:
     subject: str
     found: str
     must: str = ""
-    """What must hold; given with ``failed``."""
+    """What must hold; empty unless the check failed."""
     remedy: str = ""
-    """What to do about it."""
+    """What the user can do; empty unless the check failed."""
 
     @classmethod
     def from_condition(cls, holds: bool, subject: str, found: str, must: str, remedy: str) -> "Finding":
@@ -24,10 +24,10 @@ class Finding:
         return cls("ok", subject, found) if holds else cls("failed", subject, found, must, remedy)
 
     def lines(self) -> list[str]:
-        """Return the finding for people."""
+        """The finding as lines of text."""
         details = [("must", self.must), ("do", self.remedy)]
-        first = f"{_MARKS[self.status]}  {self.subject}: {self.found}"
-        return [first, *(f"        {label:<5} {text}" for label, text in details if text)]
+        summary = f"{_MARKS[self.status]}  {self.subject}: {self.found}"
+        return [summary, *(f"        {label:<5} {text}" for label, text in details if text)]
 
 
 def verdict(failures: int) -> str:

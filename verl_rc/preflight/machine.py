@@ -20,6 +20,7 @@ from verl_rc.preflight.memory import (
     TRAINER_MIB,
     ModelShape,
     RoleMemory,
+    bytes_text,
     checkpoint_bytes,
     choose_gradient_sums,
     estimate_roles,
@@ -102,7 +103,7 @@ def check_devices(config: RunConfig) -> Iterator[Finding]:
         yield from _check_cores(config, processes)
 
 
-_COMPILED_FROM = 10
+_JIT_CAPABILITY = 10
 """Compute capability (Blackwell) from which vLLM picks kernels that are not shipped compiled."""
 
 
@@ -120,7 +121,7 @@ def check_driver() -> Iterator[Finding]:
     else:
         yield from gpu_host.check_driver(cuda)
     yield from gpu_host.check_compiler()
-    is_new = is_available and torch.cuda.get_device_capability(0)[0] >= _COMPILED_FROM
+    is_new = is_available and torch.cuda.get_device_capability(0)[0] >= _JIT_CAPABILITY
     if is_new and shutil.which("nvcc") is None:
         yield Finding(
             "failed",
@@ -196,15 +197,15 @@ def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterato
     yield from (Finding("note", "gradients", str(choice)) for choice in choices)
     roles = estimate_roles(config, shapes, gpu_bytes)
     for role in roles:
-        yield Finding("note", f"memory of the {role.role}", _parts(role))
+        yield Finding("note", f"memory of the {role.role}", _memory_text(role))
     largest = max(roles, key=lambda role: role.model * role.processes)
-    remedy = f"lower {largest.knob}" if largest.knob else "take a smaller model"
+    remedy = f"lower {largest.reducing_keys}" if largest.reducing_keys else "take a smaller model"
     peak_bytes, free_bytes = host_bytes(config, roles, on_gpu), available_memory()
     yield Finding.from_condition(
         peak_bytes <= free_bytes,
         "host memory",
-        f"about {_size(peak_bytes)} at the peak, {_size(free_bytes)} available",
-        f"about {_size(peak_bytes)} must be free: {len(roles)} roles, the driver and Ray",
+        f"about {bytes_text(peak_bytes)} at the peak, {bytes_text(free_bytes)} available",
+        f"about {bytes_text(peak_bytes)} must be free: {len(roles)} roles, the driver and Ray",
         remedy,
     )
     if gpu_bytes is None:
@@ -213,8 +214,8 @@ def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterato
         yield Finding.from_condition(
             peak <= gpu_bytes,
             f"GPU in {moment}",
-            f"about {_size(peak)} of {_size(gpu_bytes)}",
-            f"about {_size(peak)} must fit on one GPU",
+            f"about {bytes_text(peak)} of {bytes_text(gpu_bytes)}",
+            f"about {bytes_text(peak)} must fit on one GPU",
             remedy,
         )
 
@@ -233,9 +234,9 @@ def refuse_too_little_memory(config: RunConfig) -> None:
     free_bytes = available_memory()
     if free_bytes < library_bytes:
         raise ConfigError(
-            f"{_size(library_bytes)} of memory must be free for the libraries of {ranks} trainer process(es) "
-            f"and {engines} engine process(es), got {_size(free_bytes)}: end other programs, or take a "
-            "machine with more."
+            f"{bytes_text(library_bytes)} of memory must be free for the libraries of {ranks} trainer "
+            f"process(es) and {engines} engine process(es), got {bytes_text(free_bytes)}: end other "
+            "programs, or take a machine with more."
         )
     shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
     if shared is not None and shared < SHARED_MEMORY_MIB * MIB:
@@ -263,8 +264,8 @@ def check_disk(config: RunConfig, shapes: Mapping[str, ModelShape], folder: Path
     yield Finding.from_condition(
         size * count <= free,
         "checkpoints",
-        f"about {_size(size)} each, {number}; {_size(free)} free at {first_existing(folder)}",
-        f"about {_size(size * count)} must be free",
+        f"about {bytes_text(size)} each, {number}; {bytes_text(free)} free at {first_existing(folder)}",
+        f"about {bytes_text(size * count)} must be free",
         "pass trainer.max_actor_ckpt_to_keep=1, a larger trainer.save_freq, or another "
         "trainer.default_local_dir",
     )
@@ -317,7 +318,7 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def _parts(role: RoleMemory) -> str:
+def _memory_text(role: RoleMemory) -> str:
     parts = {
         "libraries": role.baseline,
         "weights": role.weights,
@@ -327,9 +328,5 @@ def _parts(role: RoleMemory) -> str:
         "activations": role.activations,
         "KV cache": role.cache,
     }
-    sizes = " + ".join(f"{name} {_size(size)}" for name, size in parts.items() if size)
-    return f"{role.processes} x {_size(role.per_process)} ({sizes})"
-
-
-def _size(number: int) -> str:
-    return f"{number / (1 << 30):.2f} GiB" if number >= 1 << 30 else f"{number / MIB:.0f} MiB"
+    sizes = " + ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size)
+    return f"{role.processes} x {bytes_text(role.per_process)} ({sizes})"

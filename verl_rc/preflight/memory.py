@@ -89,24 +89,24 @@ class ModelShape:
     width: int
     vocabulary: int
     positions: int
-    """Longest sequence, tokens."""
+    """Tokens of the longest sequence."""
     idle_parameters: int = 0
-    """Weights of the experts that a token does not take; they need memory and no time."""
+    """Weights of the experts that a token is not routed to; they need memory and no time."""
     recomputed_bytes: float = _RECOMPUTED_BYTES
-    """See there; of a layer with experts otherwise."""
+    """Bytes per token and unit of width that a backward pass with checkpointing needs for one layer."""
 
     @classmethod
     def from_model_folder(cls, path: str, trust_remote_code: bool = False) -> "ModelShape":
-        """Read from a model folder's or hub id's ``config.json`` alone; no weights are loaded.
+        """Read the ``config.json`` of a model folder or hub id; no weights are loaded.
 
-        Raises ``ValueError`` or ``OSError`` when there is none that transformers knows.
+        Raises ``ValueError`` or ``OSError`` when transformers cannot read it.
         """
         source = model_source(path)
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             try:
                 model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-            except ValueError:  # no language model, as many reward models are
+            except ValueError:  # many reward models are no language models
                 model = AutoModel.from_config(config, trust_remote_code=trust_remote_code)
         text = config.get_text_config()
         head = model.get_output_embeddings()
@@ -128,11 +128,11 @@ class ModelShape:
 
 
 def _recomputed_bytes(text: Any) -> float:
-    """Of a layer with experts, by its ``config.json``."""
-    taken: int = text.num_experts_per_tok
-    width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size  # of Mixtral
-    mlp: float = _MLP_BYTES * width / text.hidden_size
-    return _WITHOUT_MLP + taken * (_COPY_BYTES + mlp)
+    """``ModelShape.recomputed_bytes`` of a layer with experts, from its ``config.json``."""
+    experts_per_token: int = text.num_experts_per_tok
+    expert_width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size  # of Mixtral
+    mlp: float = _MLP_BYTES * expert_width / text.hidden_size
+    return _WITHOUT_MLP + experts_per_token * (_COPY_BYTES + mlp)
 
 
 @dataclass(frozen=True)
@@ -144,20 +144,20 @@ class RoleMemory:
     processes: int
     weights: int
     gathered: int = 0
-    """Whole weights of the layers that compute, beside the rank's shards."""
+    """Unsharded weights of the layers that compute, beside the rank's shards."""
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
     cache: int = 0
     """Key-value cache."""
     baseline: int = 0
-    """Memory of the imported libraries, before any model is loaded; of a rank's process the actor's part."""
-    knob: str = ""
-    """What makes it smaller."""
+    """Memory of the imported libraries; the actor's part carries that of a rank's process."""
+    reducing_keys: str = ""
+    """Keys that make it smaller."""
 
     @property
     def model(self) -> int:
-        """Return the bytes without those of the libraries."""
+        """Bytes without those of the libraries."""
         return self.weights + self.gathered + self.gradients + self.optimizer + self.activations + self.cache
 
     @property
@@ -188,20 +188,20 @@ def estimate_roles(
             actor,
             activations=max(peak, _bucket_bytes(policy.rollout, shape)),
             baseline=_library_bytes(TRAINER_MIB, on_gpus),
-            knob=f"actor_rollout_ref.actor.{_MICRO_BATCH}",
+            reducing_keys=f"actor_rollout_ref.actor.{_MICRO_BATCH}",
         )
     ]
     if sizes.critic is not None:
         shape, fsdp = shapes[critic.model.path], critic.fsdp_config
         learner = _learner("critic", shape, fsdp, config.num_ranks, shape.parameters)
         peak = _update_bytes(config, learner, shape, fsdp, sizes.critic, gpu_bytes)
-        roles.append(replace(learner, activations=peak, knob=f"critic.{_MICRO_BATCH}"))
+        roles.append(replace(learner, activations=peak, reducing_keys=f"critic.{_MICRO_BATCH}"))
     for role, frozen in config.frozen_policies.items():
         scorer = _learner(
             role, shapes[frozen.model_path], frozen.config.fsdp_config, config.num_ranks, trained=0
         )
-        knob = f"{FSDP_SECTIONS[role]}.model_dtype=bfloat16 (the default is fp32)"
-        roles.append(replace(scorer, knob=knob))
+        reducing_key = f"{FSDP_SECTIONS[role]}.model_dtype=bfloat16 (the default is fp32)"
+        roles.append(replace(scorer, reducing_keys=reducing_key))
     if config.reward.reward_model.enable:
         roles.append(_reward_model(config, shapes[str(config.reward.reward_model.model_path)], on_gpus))
     return [*roles, _engine(config, shapes[model.path], gpu_bytes)]
@@ -213,9 +213,9 @@ def _library_bytes(mebibytes: int, on_gpus: bool) -> int:
 
 
 def _bucket_bytes(rollout: RolloutConfig, shape: ModelShape) -> int:
-    """Bytes of the largest part in which weights travel to engines."""
-    whole = shape.parameters * _bytes(rollout.dtype)
-    return min(rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB, whole)
+    """Bytes of the largest bucket in which weights travel to engines."""
+    model_bytes = shape.parameters * _bytes(rollout.dtype)
+    return min(rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB, model_bytes)
 
 
 def _update_bytes(
@@ -226,8 +226,8 @@ def _update_bytes(
     update: UpdateArithmetic,
     gpu_bytes: int | None,
 ) -> int:
-    """Bytes of the activations at the start of a backward pass and of a block of logits, or of the gradient
-    of the last unit, which is reduced when whole weights are gone."""
+    """Peak bytes of an update: activations at the start of a backward pass and a block of logits, or the last
+    unit's gradient, which is reduced when gathered weights are freed."""
     is_actor, model = learner.role == "actor", config.actor_rollout_ref.model
     tokens, width = _micro_batch_tokens(update, config.longest_sequence), _bytes(fsdp.dtype)
     numbers = tokens * shape.width
@@ -242,20 +242,19 @@ def _update_bytes(
         copies = 4 * _LOGIT_COPIES if gpu_bytes is None else logit_bytes * _COMPILED_LOGIT_COPIES
         activations += logits * copies
     if learner.processes > 1 and fsdp.use_no_sync_for_gradient_accumulation is False:
-        # Of the layer before, reduced meanwhile.
+        # The gradient of the layer before is reduced meanwhile.
         layer_bytes = (shape.parameters - shape.embedding_parameters) // shape.layers * _reduced_bytes(fsdp)
         activations += min(layer_bytes, learner.activations)
     return max(activations, learner.activations - learner.gathered)
 
 
 def _reduced_bytes(fsdp: FsdpConfig) -> int:
-    """Of each number of a gradient that is reduced over ranks: what backward gave, and its copy in
-    float32."""
+    """Bytes of a gradient's number while ranks reduce it: the result of backward, and a float32 copy."""
     return _bytes(fsdp.dtype) + 4
 
 
 def _bytes(precision: str) -> int:
-    """Return the bytes of one number."""
+    """Bytes of one number."""
     return torch_dtype(precision).itemsize
 
 
@@ -265,7 +264,10 @@ def _trained_parameters(model: ModelConfig, shape: ModelShape) -> int:
 
 
 def _learner(role: str, shape: ModelShape, fsdp: FsdpConfig, ranks: int, trained: int) -> RoleMemory:
-    """Memory of an actor's or critic's rank: its share of weights, gradients and AdamW's two moments."""
+    """Memory of a rank of a sharded model: its share of weights, gradients and AdamW's two moments.
+
+    ``trained``: weights with gradients; 0 for a frozen policy.
+    """
     master, compute = _bytes(fsdp.model_dtype), _bytes(fsdp.dtype)
     ranks_per_copy = fsdp.ranks_per_copy(ranks)
     is_gathered = ranks_per_copy > 1 or master != compute
@@ -279,7 +281,7 @@ def _learner(role: str, shape: ModelShape, fsdp: FsdpConfig, ranks: int, trained
         gathered=gathered,
         gradients=gradients,
         optimizer=2 * trained * master // ranks_per_copy,
-        # Of the last unit that is reduced, when its activations are gone.
+        # The gradient of the last unit, which is reduced when its activations are freed.
         activations=min(trained, max(shape.embedding_parameters, shape.parameters // shape.layers))
         * _reduced_bytes(fsdp)
         if ranks > 1
@@ -297,7 +299,7 @@ def _reward_model(config: RunConfig, shape: ModelShape, on_gpus: bool) -> RoleMe
         weights=shape.parameters * width,
         activations=layer_bytes,
         baseline=_library_bytes(TRAINER_MIB, on_gpus),
-        knob="reward.reward_model.micro_batch_size_per_gpu, or reward.reward_model.dtype=bfloat16",
+        reducing_keys="reward.reward_model.micro_batch_size_per_gpu, or reward.reward_model.dtype=bfloat16",
     )
 
 
@@ -307,9 +309,9 @@ def _engine(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> Role
     blocks = shape.parameters - shape.embedding_parameters
     weights = shape.embedding_parameters * width + blocks * (1 if rollout.quantization else width)
     if gpu_bytes is None and _bytes(config.actor_rollout_ref.model.head_dtype or rollout.dtype) > width:
-        weights += shape.vocabulary * shape.width * 4  # of the head, cast once for every update
+        weights += shape.vocabulary * shape.width * 4  # the head in float32, cast once for every update
     adapter = config.actor_rollout_ref.model.adapter_rank
-    # An adapter as it came, and as it acts.
+    # An adapter as it was received, and in the padded form in which it computes.
     weights += (adapter + adapter_room(adapter)) * shape.linear_width_sum * width
     staged = shape.parameters * width if rollout.checkpoint_engine.stage_updates else 0
     # Where engines share no device, the KV cache stays while weights arrive: a bucket that is received, one
@@ -318,12 +320,12 @@ def _engine(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> Role
     arriving = is_alone * (2 * _bucket_bytes(rollout, shape) + blocks // shape.layers * width)
     logits = min(rollout.max_num_seqs, config.rows_per_step) * shape.vocabulary * 4 * 2
     if rollout.kv_cache_megabytes is not None:
-        cache, knob = rollout.kv_cache_megabytes * MIB, "kv_cache_megabytes"
+        cache, reducing_key = rollout.kv_cache_megabytes * MIB, "kv_cache_megabytes"
     elif gpu_bytes is None:
-        cache, knob = DEFAULT_CPU_CACHE_MEGABYTES * MIB, "kv_cache_megabytes"
+        cache, reducing_key = DEFAULT_CPU_CACHE_MEGABYTES * MIB, "kv_cache_megabytes"
     else:
         cache = max(int(rollout.gpu_memory_utilization * gpu_bytes) - weights // per_engine - logits, 0)
-        knob = "gpu_memory_utilization"
+        reducing_key = "gpu_memory_utilization"
     return RoleMemory(
         "engine",
         processes=config.num_engines * per_engine,
@@ -331,27 +333,32 @@ def _engine(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> Role
         activations=logits + arriving,
         cache=cache,
         baseline=_library_bytes(ENGINE_MIB, gpu_bytes is not None),
-        knob=f"actor_rollout_ref.rollout.{knob}",
+        reducing_keys=f"actor_rollout_ref.rollout.{reducing_key}",
     )
 
 
 def _micro_batch_tokens(update: UpdateArithmetic, longest: int) -> int:
-    """Tokens of the fullest micro-batch on one rank: all of them, or its part of what a group of ranks
-    shares."""
+    """Tokens of the fullest micro-batch on one rank; ranks of a group share them."""
     _, rows = update.rows_per_group
     if update.max_tokens is None:
         rows = min(update.max_rows or 1, rows)
-    part = -(-rows * longest // update.sharing)
+    part = -(-rows * longest // update.ranks_per_group)
     return part if update.max_tokens is None else min(update.max_tokens, part)
 
 
 def host_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: bool) -> int:
-    """Host memory of the whole run; with GPUs, only the libraries, offloaded weights and moments, and
-    checkpoint copies."""
+    """Host memory of the run; with GPUs, that of libraries, offloaded weights and moments, and copies for
+    checkpoints."""
     per_role = [role.baseline * role.processes if on_gpu else role.total for role in roles]
-    extra = _copied_bytes(config, roles) + (_offloaded_bytes(config, roles) if on_gpu else 0)
-    # Roles of a rank compute one after the other, in memory that the one before has freed.
-    transient = [role.gathered + role.activations for role in roles if role.role in config.fsdp_configs]
+    at_rest = _at_rest(config, roles)
+    offloaded = sum(
+        role.processes * (role.weights + role.optimizer - at_rest[role.role])
+        for role in roles
+        if role.role in at_rest
+    )
+    extra = _copied_bytes(config, roles) + (offloaded if on_gpu else 0)
+    # Roles of a rank compute one after the other and reuse each other's memory.
+    transient = [role.gathered + role.activations for role in roles if role.role in at_rest]
     reused = 0 if on_gpu else (sum(transient) - max(transient)) * config.num_ranks
     return sum(per_role) - reused + (DRIVER_MIB + RAY_MIB) * MIB + extra
 
@@ -367,19 +374,6 @@ def _copied_bytes(config: RunConfig, roles: Sequence[RoleMemory]) -> int:
     return sum(role.processes * role.optimizer * 3 // 2 for role in roles if copies.get(role.role))
 
 
-def _offloaded_bytes(config: RunConfig, roles: Sequence[RoleMemory]) -> int:
-    configs = config.fsdp_configs
-    return sum(
-        role.processes
-        * (
-            role.weights * configs[role.role].param_offload
-            + role.optimizer * configs[role.role].optimizer_offload
-        )
-        for role in roles
-        if role.role in configs
-    )
-
-
 def gpu_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
     """Peak memory of one GPU by phase, an update and generation; engines may share the GPUs and sleep during
     the update."""
@@ -387,8 +381,7 @@ def gpu_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
     sampling = engine.model
     if config.actor_rollout_ref.hybrid_engine:
         at_rest, actor = _at_rest(config, roles), next(role for role in roles if role.role == "actor")
-        # The actor scores canary tokens while the engine is awake, for which its weights come from where they
-        # rest.
+        # The actor scores canary tokens while the engine is awake: offloaded weights come back for it.
         is_offloaded = config.actor_rollout_ref.actor.fsdp_config.param_offload
         canaries = actor.gathered + actor.weights * is_offloaded
         sampling += sum(at_rest.values()) + CONTEXT_MIB * MIB + canaries
@@ -396,18 +389,17 @@ def gpu_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
 
 
 def gpu_update_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
-    """Peak memory of one GPU in the update of each role, or while a frozen policy scores, beside what rests
-    on it."""
+    """Peak memory of one GPU while each role updates or, if frozen, scores, with the resting bytes of the
+    others."""
     engine = next(role for role in roles if role.role == "engine")
     rollout, at_rest = config.actor_rollout_ref.rollout, _at_rest(config, roles)
     fixed_bytes = CONTEXT_MIB * MIB
     if config.actor_rollout_ref.hybrid_engine:
         fixed_bytes += ASLEEP_MIB * MIB if rollout.free_cache_engine else engine.model
-    others_at_rest = {name: sum(at_rest.values()) - own for name, own in at_rest.items()}
     return {
-        role.role: fixed_bytes + others_at_rest[role.role] + role.model
+        role.role: fixed_bytes + sum(at_rest.values()) - at_rest[role.role] + role.model
         for role in roles
-        if role.role in others_at_rest
+        if role.role in at_rest
     }
 
 
@@ -427,32 +419,32 @@ class GradientChoice:
     """How a role's ranks add up gradients where the configuration leaves it open."""
 
     role: str
-    whole: bool
-    """Each rank adds up whole gradients; False: its shard of them."""
+    unsharded: bool
+    """Each rank adds up unsharded gradients; False: its shard of them."""
     update_bytes: int
-    """Of a GPU in an update with whole gradients."""
+    """Peak memory of a GPU in an update with unsharded gradients."""
     gpu_bytes: int
+    """Memory of a GPU."""
 
     def __str__(self) -> str:
-        """In a sentence."""
-        moment = "once a mini-batch" if self.whole else "after every micro-batch"
+        """The choice and its reason in a sentence."""
+        moment = "once a mini-batch" if self.unsharded else "after every micro-batch"
         return (
             f"{self.role}: ranks reduce gradients {moment}: with whole gradients on each rank an update "
             f"would take {_gib(self.update_bytes)} of a GPU's {_gib(self.gpu_bytes)} GiB"
         )
 
 
-_SUMMED_ONCE = "use_no_sync_for_gradient_accumulation"
+_GRADIENT_SUM_KEY = "use_no_sync_for_gradient_accumulation"
 
 
 def choose_gradient_sums(
     config: RunConfig, shapes: Mapping[str, ModelShape], gpu_bytes: int | None
 ) -> tuple[RunConfig, list[GradientChoice]]:
-    """``config`` with ``use_no_sync_for_gradient_accumulation`` where it is null, and the choices that the
-    estimate made.
+    """``config`` with a value for each null ``use_no_sync_for_gradient_accumulation``, and the choices.
 
-    Whole gradients where an update with them fits. On a CPU, where ``gpu_bytes`` is None, and on one rank
-    null means whole.
+    Gradients are unsharded where an update with them fits. On a CPU (``gpu_bytes`` is None) and on one rank
+    null means unsharded, and stays.
     """
     if gpu_bytes is None or config.num_ranks == 1:
         return config, []
@@ -463,7 +455,7 @@ def choose_gradient_sums(
         if isinstance(fsdp, LearnerFsdpConfig) and fsdp.use_no_sync_for_gradient_accumulation is None
     ]
     for choice in choices:
-        config = with_value(config, f"{FSDP_SECTIONS[choice.role]}.{_SUMMED_ONCE}", choice.whole)
+        config = with_value(config, f"{FSDP_SECTIONS[choice.role]}.{_GRADIENT_SUM_KEY}", choice.unsharded)
     return config, choices
 
 
@@ -471,8 +463,13 @@ def _gib(size: int) -> str:
     return f"{size / (1 << 30):.0f}"
 
 
+def bytes_text(number: int) -> str:
+    """``number`` of bytes in GiB or MiB."""
+    return f"{number / (1 << 30):.2f} GiB" if number >= 1 << 30 else f"{number / MIB:.0f} MiB"
+
+
 def checkpoint_bytes(config: RunConfig, shapes: Mapping[str, ModelShape]) -> int:
-    """Size of one checkpoint: weights and moments of actor and critic (with LoRA, of the adapters only)."""
+    """Bytes of a checkpoint: weights and moments of actor and critic; with LoRA, those of the adapters."""
     model, critic = config.actor_rollout_ref.model, config.critic
     size = (
         3

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-from verl_rc.exact import LIBRARIES
+from verl_rc.exact import EXACT_ENVIRONMENT
 
 _QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
@@ -39,7 +39,7 @@ def trainer_environment(num_threads: int, one_node: bool) -> dict[str, str]:
 
 def _threads(count: int) -> dict[str, str]:
     # On other nodes, too, both sides of exact mode add as this process says.
-    names = [name for of_device in LIBRARIES.values() for name in of_device]
+    names = [name for of_device in EXACT_ENVIRONMENT.values() for name in of_device]
     held = {name: os.environ[name] for name in names if name in os.environ}
     return {"OMP_NUM_THREADS": str(count), **_users_or(SLEEP_WHILE_WAITING), **held}
 

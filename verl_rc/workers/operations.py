@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from verl_rc.exact.trainer import compute_exactly, exact_attention, exact_scores
+from verl_rc.exact.trainer import exact_attention, exact_scores, use_engine_operations
 from verl_rc.tensor_ops import HiddenStateScores, scores_from_hidden_states
 from verl_rc.workers.attention import PACKED_ATTENTION, packed_sdpa
 
@@ -34,4 +34,6 @@ def operations(exact: bool, compute_dtype: torch.dtype) -> Operations:
     if not exact:
         return Operations()
     AttentionInterface.register(_EXACT_ATTENTION, exact_attention(packed_sdpa))
-    return Operations(_EXACT_ATTENTION, exact_scores, partial(compute_exactly, compute_dtype=compute_dtype))
+    return Operations(
+        _EXACT_ATTENTION, exact_scores, partial(use_engine_operations, compute_dtype=compute_dtype)
+    )

@@ -51,6 +51,8 @@ def test_a_sequence_does_not_depend_on_its_company(dtype: torch.dtype) -> None:
 def test_internals_of_vllm_that_moved_are_named(
     operation: str, arguments: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_kernels, "_NEEDED", {**cpu_kernels._NEEDED, operation: arguments})
+    monkeypatch.setattr(
+        cpu_kernels, "_NEEDED_FUNCTIONS", {**cpu_kernels._NEEDED_FUNCTIONS, operation: arguments}
+    )
     with pytest.raises(InexactError, match=re.escape(problem)):
         cpu_kernels.require_vllm.__wrapped__()

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl_rc import exact
-from verl_rc.exact import InexactError, hold_sums, operations
-from verl_rc.exact.operations import linear, require_rows_alone
+from verl_rc.exact import InexactError, fix_summation_order, operations
+from verl_rc.exact.operations import linear, require_batch_invariance
 from verl_rc.workers.environment import engine_environment, trainer_environment
 
 
@@ -47,11 +47,11 @@ def test_a_cpu_whose_products_depend_on_the_batch_is_refused(
         product = plain(x, weight, bias)
         return product + 1e-6 if len(x) == rows and weight.shape[0] == 48 else product
 
-    require_rows_alone({(32, 64), (32, 48)}, torch.float32)
+    require_batch_invariance({(32, 64), (32, 48)}, torch.float32)
     monkeypatch.setattr(operations.F, "linear", depends)
-    require_rows_alone({(32, 64)}, torch.float32)
+    require_batch_invariance({(32, 64)}, torch.float32)
     with pytest.raises(InexactError, match=r"32 inputs and 48 outputs in torch\.float32"):
-        require_rows_alone({(32, 64), (32, 48)}, torch.float32)
+        require_batch_invariance({(32, 64), (32, 48)}, torch.float32)
 
 
 @pytest.mark.parametrize("inputs", [64, 65])
@@ -66,28 +66,28 @@ def test_sums_in_another_order_are_seen_in_bfloat16(inputs: int, monkeypatch: py
 
     splits_at = 0
     monkeypatch.setattr(operations.F, "linear", add)
-    require_rows_alone({(inputs, 16)}, torch.bfloat16)
+    require_batch_invariance({(inputs, 16)}, torch.bfloat16)
     splits_at = 64
     # Rounded to 8 bits nearly all sums of other numbers are equal.
     with pytest.raises(InexactError, match=r"\d{3,4} numbers of a layer"):
-        require_rows_alone({(inputs, 16)}, torch.bfloat16)
+        require_batch_invariance({(inputs, 16)}, torch.bfloat16)
 
 
 MULTIPLY = """
 import torch
 import tensordict  # loads MKL
-from verl_rc.exact.operations import require_rows_alone
+from verl_rc.exact.operations import require_batch_invariance
 torch.set_num_threads(2)
-require_rows_alone({(512, 192), (1024, 1024), (2432, 896)}, torch.bfloat16)
-require_rows_alone({(1024, 1024), (2432, 896)}, torch.float32)
+require_batch_invariance({(512, 192), (1024, 1024), (2432, 896)}, torch.bfloat16)
+require_batch_invariance({(1024, 1024), (2432, 896)}, torch.float32)
 """
 
 
 def test_libraries_that_choose_a_split_by_the_rows_are_held_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
     # A CPU with AMX splits sums of bfloat16, and MKL those of float32 for two threads.
-    for name in exact.LIBRARIES["cpu"]:
+    for name in exact.EXACT_ENVIRONMENT["cpu"]:
         monkeypatch.delenv(name, raising=False)
-    hold_sums("cpu")
+    fix_summation_order("cpu")
     environment = {**os.environ, **trainer_environment(2, one_node=True)}
     result = subprocess.run(
         [sys.executable, "-c", MULTIPLY], env=environment, capture_output=True, text=True, timeout=300
@@ -99,6 +99,6 @@ def test_both_sides_get_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(exact.os, "environ", {"ONEDNN_MAX_CPU_ISA": "AVX2"})
     ends = [partial(trainer_environment, 1), partial(engine_environment, 1, "cpu")]
     assert all("MKL_CBWR" not in end(one_node=False) for end in ends)
-    hold_sums("cpu")
+    fix_summation_order("cpu")
     held = {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "AUTO,STRICT"}
     assert all(held.items() <= end(one_node=False).items() for end in ends)

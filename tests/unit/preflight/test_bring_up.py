@@ -38,6 +38,14 @@ def test_every_stage_runs_whatever_the_others_do(tmp_path: Path, monkeypatch: py
         whole(self, method, timeout_seconds=1.0 if method == "hanging" else timeout_seconds)
 
     monkeypatch.setattr(run.ChildProcess, "ask", ask)
+    killed: list[object] = []
+    kill = run.ChildProcess.kill
+
+    def kill_child(self: run.ChildProcess) -> None:
+        killed.append(self.connection.closed)
+        kill(self)
+
+    monkeypatch.setattr(run.ChildProcess, "kill", kill_child)
     started, config = time.perf_counter(), small_run_config(tmp_path, f"trainer.default_local_dir={tmp_path}")
     found = {finding.subject: finding for finding in bring_up(config, tmp_path / "found.json", limits)}
     assert time.perf_counter() - started < 300
@@ -47,6 +55,7 @@ def test_every_stage_runs_whatever_the_others_do(tmp_path: Path, monkeypatch: py
     }
     assert found["raising"].found.endswith("ValueError: the link is down")
     assert "no answer after" in found["hanging"].found
+    assert killed.count(False) == 1  # the one that hangs, before it is asked to end by closing the connection
     assert found["dying"].found == "its process ended with exit code 9"
     assert (found["wrong"].must, found["fine"].found) == ("it must be 4", str(tmp_path))
     written = json.loads((tmp_path / "found.json").read_text())

@@ -1,32 +1,35 @@
 """The certificate in words: equal only when every operation of every batch is, and the first that is not."""
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from small_models import write_small_model
 
 from verl_rc import cli
 from verl_rc.preflight import certificate
-from verl_rc.preflight.captured_trainer import Compared, compare_rows
+from verl_rc.preflight.captured_trainer import ComparedOperation, compare_rows
 from verl_rc.preflight.certificate import Certificate
 
 ATTENTION, NORM = "model.layers.1.self_attn.attn", "model.norm"
 
 
-def equal(name: str, decodes: bool = False) -> Compared:
-    return Compared(name, decodes, 3, 0, 0.0, None)
+def equal(name: str, decodes: bool = False) -> ComparedOperation:
+    return ComparedOperation(name, decodes, 3, 0, 0.0, None)
 
 
-def certified(*compared: Compared, cached: int = 5) -> Certificate:
-    return Certificate({"1": [equal(NORM)], "7": [*compared]}, cached)
+def certified(*operations: ComparedOperation, cached: int = 5) -> Certificate:
+    return Certificate({"1": [equal(NORM)], "7": [*operations]}, cached)
 
 
 def test_all_equal_is_exact() -> None:
-    found = certified(equal(ATTENTION), equal(ATTENTION, decodes=True))
-    assert found.is_exact
-    lines = list(found.lines())
+    shown = certified(equal(ATTENTION), equal(ATTENTION, decodes=True))
+    assert shown.is_exact
+    lines = list(shown.lines())
     assert [line.split() for line in lines if line.startswith("attention")] == [
         ["attention", "equal", "equal"]
     ]
@@ -34,11 +37,11 @@ def test_all_equal_is_exact() -> None:
 
 
 def test_one_row_that_differs_is_named() -> None:
-    wrong = Compared(ATTENTION, True, 3, 1, 2.5e-7, (4, 17))
-    found = certified(equal(ATTENTION), wrong, Compared(NORM, True, 3, 3, 0.5, (0, 1)))
-    assert not found.is_exact
+    wrong = ComparedOperation(ATTENTION, True, 3, 1, 2.5e-7, (4, 17))
+    shown = certified(equal(ATTENTION), wrong, ComparedOperation(NORM, True, 3, 3, 0.5, (0, 1)))
+    assert not shown.is_exact
     place = f"{ATTENTION}, batch of 7, decoding, sequence 4, position 17"
-    lines = list(found.lines())
+    lines = list(shown.lines())
     assert next(line for line in lines if line.startswith("attention")).split(None, 3) == [
         *("attention", "equal", "2.5e-07"),
         place,
@@ -48,8 +51,8 @@ def test_one_row_that_differs_is_named() -> None:
 
 @pytest.mark.parametrize("sizes", [[math.nan, 1.0], [1.0, math.nan]])
 def test_nan_is_the_largest_difference(sizes: Sequence[float]) -> None:
-    found = certified(*(Compared(NORM, False, 3, 1, size, (0, 0)) for size in sizes))
-    assert next(line for line in found.lines() if line.startswith("norm")).split()[1] == "nan"
+    shown = certified(*(ComparedOperation(NORM, False, 3, 1, size, (0, 0)) for size in sizes))
+    assert next(line for line in shown.lines() if line.startswith("norm")).split()[1] == "nan"
 
 
 @pytest.mark.parametrize("empty", [Certificate({}, 5), Certificate({"1": [equal(NORM)]}, 0)])
@@ -63,9 +66,9 @@ def test_rows_are_compared_by_phase_and_nan_differs() -> None:
     mine = torch.tensor([[1.0, 2.0], [3.0, math.nan], [5.0, 6.0]])
     theirs = torch.tensor([[1.0, 2.5], [3.0, math.nan], [5.0, 6.0]])
     prefill, decoding = compare_rows("x", places, mine, theirs)
-    assert (prefill.rows, prefill.different, prefill.first) == (2, 2, (0, 0))
-    assert math.isnan(prefill.largest)
-    assert decoding == Compared("x", True, 1, 0, 0.0, None)
+    assert (prefill.rows, prefill.different_rows, prefill.first_difference) == (2, 2, (0, 0))
+    assert math.isnan(prefill.largest_difference)
+    assert decoding == ComparedOperation("x", True, 1, 0, 0.0, None)
 
 
 @pytest.mark.parametrize(("cached", "status"), [(5, 0), (0, 1)])
@@ -82,6 +85,40 @@ def test_the_exit_status_tells(
     assert cli.main(["exact", "org/model", "--dtype", "float32", "--ordinary"]) == status
     assert calls == [(("org/model", "float32", None), {"exact": False})]
     assert "attention" in capsys.readouterr().out
+
+
+class FakeProcess:
+    """Answers as an engine or a trainer whose numbers are all equal."""
+
+    started: ClassVar[list["FakeProcess"]] = []
+
+    def __init__(self, target: str, environment: object, wait: bool, **arguments: Any) -> None:
+        self.arguments = arguments
+        self.started.append(self)
+
+    def answer(self) -> None:
+        pass
+
+    def call(self, method: str, *_: object) -> object:
+        return 5 if method == "sample" else [equal(NORM)]
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_both_sides_compute_in_exact_mode_or_both_as_usual(
+    exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeProcess, "started", [])
+    monkeypatch.setattr(certificate, "ChildProcess", FakeProcess)
+    monkeypatch.setattr(certificate, "usable_cores", lambda: 1)
+    monkeypatch.setattr(os, "environ", environment := {})
+    assert certificate.certify(str(write_small_model(tmp_path)), "float32", exact=exact).is_exact
+    engine, trainer = (process.arguments for process in FakeProcess.started)
+    assert engine["options"].exact is trainer["exact"] is exact
+    assert ("compilation_config" in engine["options"].arguments) is exact
+    assert ("MKL_CBWR" in environment) is exact
 
 
 def test_a_file_without_prompts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

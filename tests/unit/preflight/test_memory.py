@@ -197,7 +197,7 @@ def test_roles_that_a_run_has() -> None:
     teacher = "distillation.teacher_models.teacher_model"
     taught = roles_of({"distillation.enabled": True, f"{teacher}.model_path": "teacher"})["teacher"]
     assert taught.optimizer == taught.gradients == 0
-    assert f"{teacher}.fsdp_config.model_dtype" in taught.knob
+    assert f"{teacher}.fsdp_config.model_dtype" in taught.reducing_keys
 
 
 def test_an_engine_on_a_cpu_and_on_a_gpu() -> None:
@@ -411,7 +411,7 @@ def test_whole_gradients_where_an_update_with_them_fits(
     config = config_of({**ON_8_GPUS, **further})
     size = None if gibibytes is None else gibibytes << 30
     decided, choices = choose_gradient_sums(config, {"unused": SEVEN}, size)
-    assert {choice.role: choice.whole for choice in choices} == chosen
+    assert {choice.role: choice.unsharded for choice in choices} == chosen
     sections = {"actor": decided.actor_rollout_ref.actor.fsdp_config, "critic": decided.critic.fsdp_config}
     for role, whole in chosen.items():
         assert sections[role].use_no_sync_for_gradient_accumulation is whole
@@ -419,7 +419,7 @@ def test_whole_gradients_where_an_update_with_them_fits(
         assert decided == config
     words = {True: "once a mini-batch", False: "after every micro-batch"}
     assert all(
-        words[choice.whole] in str(choice) and f"of a GPU's {gibibytes} GiB" in str(choice)
+        words[choice.unsharded] in str(choice) and f"of a GPU's {gibibytes} GiB" in str(choice)
         for choice in choices
     )
 

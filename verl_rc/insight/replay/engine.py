@@ -10,7 +10,7 @@ from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import unpadded
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.distributed.process_group import trainer_device
-from verl_rc.exact import hold_sums
+from verl_rc.exact import fix_summation_order
 from verl_rc.insight.replay.rows import RecordedRows
 from verl_rc.rollout.vllm.options import VllmOptions, engine_options
 from verl_rc.workers.environment import engine_environment
@@ -72,7 +72,7 @@ def environment_of_engine(config: RunConfig) -> dict[str, str]:
     """Environment variables of the engine's process."""
     device = trainer_device(config.trainer.device).type
     if config.actor_rollout_ref.exact:
-        hold_sums(device)
+        fix_summation_order(device)
     return engine_environment(usable_cores(), device, one_node=True)
 
 

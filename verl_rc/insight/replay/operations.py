@@ -13,7 +13,7 @@ from verl_rc.config.run import RunConfig
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.insight.replay.engine import environment_of_engine, options_of_run
 from verl_rc.metrics.bounds import BOUNDS
-from verl_rc.preflight.captured_trainer import Compared
+from verl_rc.preflight.captured_trainer import ComparedOperation
 from verl_rc.workers.environment import trainer_environment
 from verl_rc.workers.host import usable_cores
 
@@ -56,14 +56,14 @@ def find_divergence(config: RunConfig, model_folder: str, prompts: list[list[int
         )
         try:
             compared = trainer.call("compare", prompts, engine_file)
-            trainer.call("keep", prompts, engine_file, trainer_file)
+            trainer.call("save_as_engine", prompts, engine_file, trainer_file)
             engine_distances, roundings = (
                 float32.call("compare", prompts, file) for file in (engine_file, trainer_file)
             )
         finally:
             trainer.end()
             float32.end()
-    first = next((operation.name for operation in compared if operation.different), "")
+    first = next((operation.name for operation in compared if operation.different_rows), "")
     return first_divergence(first, engine_distances, roundings)
 
 
@@ -77,7 +77,7 @@ def _trainer(model_folder: str, dtype: str, exact: bool) -> ChildProcess:
     )
 
 
-def first_divergence(first: str, engine: Sequence[Compared], trainer: Sequence[Compared]) -> Divergence:
+def first_divergence(first: str, engine: Sequence[ComparedOperation], trainer: Sequence[ComparedOperation]) -> Divergence:
     """The first operation of ``engine`` that is farther from float32 than ``trainer`` in its precision is.
 
     Args:
@@ -85,10 +85,10 @@ def first_divergence(first: str, engine: Sequence[Compared], trainer: Sequence[C
         engine: distances of the engine's operations from float32.
         trainer: distances of the trainer's, in the engine's precision.
     """
-    roundings = {(operation.name, operation.decodes): operation.relative for operation in trainer}
+    roundings = {(operation.name, operation.decoding): operation.relative_error for operation in trainer}
     for operation in engine:
-        rounding = roundings[operation.name, operation.decodes]
+        rounding = roundings[operation.name, operation.decoding]
         # NaN is far, too
-        if not operation.relative <= max(_SMALLEST, BOUNDS.far_above_floor * rounding):
-            return Divergence(first, operation.name, operation.relative, rounding)
+        if not operation.relative_error <= max(_SMALLEST, BOUNDS.far_above_floor * rounding):
+            return Divergence(first, operation.name, operation.relative_error, rounding)
     return Divergence(first)

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from verl_rc.config.errors import install_extra
 from verl_rc.config.run import TrainerConfig
 from verl_rc.metrics.sinks.local import AlertCause, Cell, ConsoleSink, ExperimentSink, JsonlSink, MetricSink
 
@@ -90,7 +91,7 @@ def _open_tensorboard(run_dir: Path, steps_done: int) -> MetricSink:
         from verl_rc.metrics.sinks.tensorboard_sink import TensorBoardSink  # noqa: PLC0415  (an optional package)
     except ImportError as error:
         raise ValueError(
-            "trainer.logger: 'tensorboard' must be installed to be used; run `pip install "
-            "'verl_rc[tensorboard]'` or leave it out."
+            f"trainer.logger: 'tensorboard' must be installed to be used; {install_extra('tensorboard')}, or "
+            "leave it out."
         ) from error
     return TensorBoardSink(run_dir, steps_done)

@@ -1,5 +1,4 @@
-"""What runs in the processes of a stage besides actor and engine: a member of an all-reduce, the two ends of
-a lent bucket."""
+"""Objects in the processes of a stage: a member of an all-reduce, a lender of memory, and its borrower."""
 
 import time
 from typing import Any
@@ -35,8 +34,7 @@ class RingMember:
         self._mesh = join_trainer_group(address, self._device, timeout_seconds=60)
 
     def all_reduce(self, num_bytes: int) -> tuple[bool, float]:
-        """Whether the sum of ones over the ranks is right, and the seconds of one all-reduce of ``num_bytes``
-        in float32."""
+        """Whether the sum of ``num_bytes`` of ones in float32 is right, and the seconds of an all-reduce."""
         values = torch.ones(num_bytes // 4, device=self._device)
         is_right = bool((all_reduce_sum(values, self._mesh) == self._mesh.size()).all())
         self._wait()
@@ -89,7 +87,7 @@ class Borrower:
         self._device = trainer_device(device)
 
     def copy(self, handle: BucketHandle) -> tuple[int, float]:
-        """The digest of the copy, and the seconds it took."""
+        """The digest of the copy, and the seconds that copying took."""
         start = time.perf_counter()
         copied: Any = copy_bucket(handle, self._device)
         seconds = time.perf_counter() - start

@@ -18,16 +18,16 @@ STAGES: Mapping[str, float] = {
     "trainer": 600.0,
     "engine": 900.0,
 }
-"""Names of the methods of ``Stages`` in their order, with the seconds each may take."""
+"""Methods of ``Stages`` in their order, and the seconds that each may take."""
 _TARGET = "verl_rc.preflight.bring_up.stages:Stages"
 
 
 @dataclass
 class Report:
-    """What a stage measured."""
+    """The result of a stage."""
 
     numbers: dict[str, Any] = field(default_factory=dict)
-    """Seconds, bytes, nats, by name."""
+    """Measured seconds, bytes and nats by name."""
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -53,13 +53,14 @@ def bring_up(config: RunConfig, file: Path, limits: Mapping[str, float] = STAGES
 
 
 def _run(config: RunConfig, name: str, limit: float) -> tuple[Report | None, Finding]:
-    """The report of a stage, or None and the reason why there is none."""
+    """The report of a stage, or None, and the finding that says why there is none."""
     process = ChildProcess(_TARGET, {}, wait=False, timeout_seconds=limit, config=config)
     try:
         process.answer()
         process.ask(name, timeout_seconds=limit)
         return process.answer(), Finding("ok", name, "")
     except HangError:
+        process.kill()
         return None, Finding(
             "failed",
             name,

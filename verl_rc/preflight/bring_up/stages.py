@@ -1,5 +1,4 @@
-"""The stages: each starts the processes it needs, measures, and says what it found. None needs Ray, the
-engine's alone vLLM."""
+"""The stages: each starts its processes, measures, and reports. None needs Ray; ``engine`` needs vLLM."""
 
 import math
 import socket
@@ -21,13 +20,13 @@ from verl_rc.data.batches import TokenBatch, TrainBatch
 from verl_rc.data.rollout_batch import build_rollout_batch
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.distributed.process_group import RankAddress
-from verl_rc.exact import hold_sums
+from verl_rc.exact import fix_summation_order
 from verl_rc.ppo.choices import update_limit
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.preflight.bring_up.run import Report
 from verl_rc.preflight.finding import Finding
 from verl_rc.preflight.machine import check_driver, uses_gpus
-from verl_rc.preflight.memory import ModelShape, choose_gradient_sums, estimate_roles, model_paths
+from verl_rc.preflight.memory import ModelShape, bytes_text, choose_gradient_sums, estimate_roles, model_paths
 from verl_rc.rollout.engine import engine_options
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.weight_sync.proof import GapLimit, LogProbGap, check_receipts
@@ -44,19 +43,19 @@ _GIB = 1 << 30
 
 
 class Stages:
-    """All stages of one configuration; each is called in a separate process."""
+    """The stages of a configuration; each runs in a process of its own."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Of a run over several nodes, what it would be on one of them is measured."""
+        """A run over several nodes is measured on one of them."""
         config = with_value(config, "trainer.nnodes", 1)
         self._config = config = with_value(config, "actor_rollout_ref.rollout.nnodes", 1)
         self._device = "cuda" if uses_gpus(config) else "cpu"
         if config.actor_rollout_ref.exact:
-            hold_sums(self._device)
+            fix_summation_order(self._device)
         self._num_ranks = config.num_ranks
 
     def machine(self) -> Report:
-        """Versions, driver, GPUs, and which of them reach each other's memory."""
+        """Versions, driver, GPUs, and which GPUs cannot reach each other's memory."""
         count = torch.cuda.device_count()
         gpus = [torch.cuda.get_device_properties(index) for index in range(count)]
         numbers: dict[str, Any] = {
@@ -87,7 +86,7 @@ class Stages:
         return Report(numbers, [*check_driver(), fits])
 
     def ring(self) -> Report:
-        """All-reduce over all ranks: whether sums are right, and the bandwidth of the slowest rank."""
+        """All-reduce over all ranks: are sums right, and what is the bandwidth of the slowest rank?"""
         report = Report()
         if self._num_ranks == 1:
             return Report(
@@ -95,22 +94,25 @@ class Stages:
             )
         with self._ranks("verl_rc.preflight.bring_up.ranks:RingMember", device=self._device) as ranks:
             for size in _RING_MIB:
-                answers: list[tuple[bool, float]] = _all(ranks, "all_reduce", size << 20)
+                answers: list[tuple[bool, float]] = _call_all(ranks, "all_reduce", size << 20)
                 seconds = max(seconds for _, seconds in answers)
-                # What every rank has to send and to receive, as nccl-tests counts it.
-                sent = 2 * (len(ranks) - 1) / len(ranks) * (size << 20)
-                report.numbers[f"{size}_MiB"] = {"seconds": seconds, "bus_bytes_per_second": sent / seconds}
+                # Bus bandwidth of nccl-tests: bytes that each rank sends and receives.
+                bus_bytes = 2 * (len(ranks) - 1) / len(ranks) * (size << 20)
+                report.numbers[f"{size}_MiB"] = {
+                    "seconds": seconds,
+                    "bus_bytes_per_second": bus_bytes / seconds,
+                }
                 report.findings.append(
                     Finding.from_condition(
                         all(right for right, _ in answers),
                         "all-reduce",
                         f"{size} MiB over {len(ranks)} rank(s) in {1000 * seconds:.2f} ms, "
-                        f"{sent / seconds / 1e9:.2f} GB/s each",
+                        f"{bus_bytes / seconds / 1e9:.2f} GB/s each",
                         "sums of ones must be the number of ranks",
                         "look at NCCL_DEBUG=INFO, and at the links of the GPUs",
                     )
                 )
-            _all(ranks, "close")
+            _call_all(ranks, "close")
         return report
 
     def lending(self) -> Report:
@@ -128,7 +130,7 @@ class Stages:
             ]
             lender, borrower = processes
             handle, lent_digest = lender.call("lend")
-            borrower.call("copy", handle)  # the first one also starts CUDA
+            borrower.call("copy", handle)  # the first copy also initialises CUDA
             copied_digest, seconds = borrower.call("copy", handle)
             lender.call("take_back")
         finding = Finding.from_condition(
@@ -153,22 +155,24 @@ class Stages:
                 Finding(
                     "note",
                     "trainer",
-                    f"not measured: an update takes {_gib(estimate)} of a GPU's {_gib(gpu_bytes)} GiB on "
-                    "one node",
+                    f"not measured: an update takes {bytes_text(estimate)} of a GPU's "
+                    f"{bytes_text(gpu_bytes)} on one node",
                 )
             )
             return report
         with self._ranks(_ACTOR, config=config, total_steps=10) as ranks:
             tokens, micro_batches = _full_micro_batches(config, shape.vocabulary)
-            # The first call of each kind compiles kernels, on a GPU for seconds; the second one is measured.
-            _all(ranks, "compute_log_probs", tokens, micro_batches)
-            scores, score_seconds = _timed(lambda: _all(ranks, "compute_log_probs", tokens, micro_batches))
+            # The first call of each kind compiles kernels for seconds on a GPU; the second is measured.
+            _call_all(ranks, "compute_log_probs", tokens, micro_batches)
+            scores, score_seconds = _timed(
+                lambda: _call_all(ranks, "compute_log_probs", tokens, micro_batches)
+            )
             sharing = config.sequence_parallel_sizes["actor"]
             batch, share = _train_batch(tokens, scores[0][0], micro_batches, len(ranks) // sharing)
             request = UpdateRequest(config.algorithm.rollout_correction, 0)
-            _all(ranks, "update", batch, [share], request)
-            reports, update_seconds = _timed(lambda: _all(ranks, "update", batch, [share], request))
-            _all(ranks, "close")
+            _call_all(ranks, "update", batch, [share], request)
+            reports, update_seconds = _timed(lambda: _call_all(ranks, "update", batch, [share], request))
+            _call_all(ranks, "close")
         num_tokens = int(tokens.sequence_lengths.sum()) // sharing
         peaks = [
             metric.value
@@ -199,7 +203,7 @@ class Stages:
             Finding.from_condition(
                 max(peaks) * _GIB <= estimate,
                 "peak memory",
-                f"{max(peaks):.2f} GiB at the peak of an update, {_gib(estimate)} GiB estimated",
+                f"{max(peaks):.2f} GiB at the peak of an update, {bytes_text(estimate)} estimated",
                 "the estimate must not be exceeded",
                 "report both numbers with this file: the estimate is wrong",
             )
@@ -211,7 +215,7 @@ class Stages:
         log-probs; then again."""
         config, report = self._config, Report()
         devices = range(config.actor_rollout_ref.rollout.tensor_model_parallel_size)
-        environment = engine_environment(usable_cores(), self._device, one_node=True) | _visible(
+        environment = engine_environment(usable_cores(), self._device, one_node=True) | _visible_devices(
             devices, self._device
         )
         with self._ranks(_ACTOR, config=config, total_steps=1) as ranks, _processes() as processes:
@@ -219,24 +223,24 @@ class Stages:
             engine, start_seconds = _timed(lambda: ChildProcess(options.worker, environment, options=options))
             processes.append(engine)
             offers = choose_offering_ranks(
-                [key for key, _ in _all(ranks, "describe_buckets")], engine.call("device_keys")
+                [key for key, _ in _call_all(ranks, "describe_buckets")], engine.call("device_keys")
             )
             rounds = [self._sleep_load_and_sample(ranks, engine, offers, version) for version in (1, 2)]
-            load = self._time_process(engine)
-            _all(ranks, "close")
+            load = self._time_full_load(engine)
+            _call_all(ranks, "close")
         report.numbers = {
             "start_seconds": start_seconds,
             "rounds": [numbers for numbers, _ in rounds],
             "full_load": load,
         }
         report.findings.append(Finding("ok", "engine", f"started in {start_seconds:.1f} s"))
-        whole, computing = (1000 * load[name] / load["steps"] for name in ("seconds", "process_seconds"))
+        token_ms, process_ms = (1000 * load[name] / load["steps"] for name in ("seconds", "process_seconds"))
         report.findings.append(
             Finding(
                 "note",
                 "engine's process",
-                f"{load['sequences']} sequences: a token of each takes {whole:.1f} ms, for which its process "
-                f"computes {computing:.1f} ms (with waiting for a GPU, which CUDA does by polling)",
+                f"{load['sequences']} sequences: a token of each takes {token_ms:.1f} ms, of which the "
+                f"process computes for {process_ms:.1f} ms (waiting for a GPU counts: CUDA polls)",
             )
         )
         policy = config.actor_rollout_ref
@@ -265,15 +269,15 @@ class Stages:
         def load() -> None:
             engine.call("wake_up", ["weights"])
             engine.call("begin_update")
-            for index in range(_all(ranks, "describe_buckets")[0][1]):
+            for index in range(_call_all(ranks, "describe_buckets")[0][1]):
                 handles = [
                     _ask(rank, "offer_bucket", index, offer)
                     for rank, offer in zip(ranks, offers, strict=True)
                 ]
                 engine.call("load_bucket", BucketHandle.merged([handle() for handle in handles]))
-            sent = _all(ranks, "release_bucket", False)[0]
+            sent_manifest = _call_all(ranks, "release_bucket", False)[0]
             received = engine.call("finish_update", version)
-            check_receipts(ranks[0].call("manifest"), sent, [received], version)
+            check_receipts(ranks[0].call("manifest"), sent_manifest, [received], version)
             engine.call("wake_up", ["kv_cache"])
 
         _, numbers["load_seconds"] = _timed(load)
@@ -282,12 +286,12 @@ class Stages:
         rollouts = build_rollout_batch(prompts, range(_SAMPLES), samples, pad_token_id=0)
         numbers["sampled_tokens"] = int(rollouts.response_mask.sum())
         parts = [[row] for row in range(_SAMPLES)]
-        log_probs = _all(ranks, "compute_log_probs", rollouts.tokens, parts)[0][0]
+        log_probs = _call_all(ranks, "compute_log_probs", rollouts.tokens, parts)[0][0]
         gap = LogProbGap.between(log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
         gap = gap or LogProbGap(math.nan, math.nan)  # above any limit
         return numbers | {"gap": asdict(gap)}, gap
 
-    def _time_process(self, engine: ChildProcess) -> dict[str, Any]:
+    def _time_full_load(self, engine: ChildProcess) -> dict[str, Any]:
         """Seconds of sampling as many sequences as a run keeps in an engine, and those in which the engine's
         process computes: it schedules and returns outputs in the thread that feeds the GPU."""
         config = self._config
@@ -295,22 +299,22 @@ class Stages:
         count = max(1, min(config.actor_rollout_ref.rollout.max_num_seqs, rows))
         _, requests, sampling = self._requests(count)
         process = psutil.Process(engine.pid)
-        before = process.cpu_times()
+        start = process.cpu_times()
         _, seconds = _timed(lambda: engine.call("generate", requests, sampling))
-        after = process.cpu_times()
-        computing = after.user + after.system - before.user - before.system
+        end = process.cpu_times()
+        process_seconds = end.user + end.system - start.user - start.system
         return {
             "sequences": count,
             "steps": sampling.max_tokens,
             "seconds": seconds,
-            "process_seconds": computing,
+            "process_seconds": process_seconds,
         }
 
     def _requests(self, count: int) -> tuple[list[list[int]], list[GenerationRequest], SamplingOptions]:
         """Random prompts, and the requests for a response to each."""
         rollout, data = self._config.actor_rollout_ref.rollout, self._config.data
-        most = min(_SAMPLED_TOKENS, data.max_response_length)
-        sampling = replace(SamplingOptions.for_training(rollout, ()), max_tokens=most, ignore_eos=True)
+        max_tokens = min(_SAMPLED_TOKENS, data.max_response_length)
+        sampling = replace(SamplingOptions.for_training(rollout, ()), max_tokens=max_tokens, ignore_eos=True)
         width = min(_PROMPT_TOKENS, data.max_prompt_length)
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(self._shape().vocabulary, (count, width), generator=generator).tolist()
@@ -321,16 +325,16 @@ class Stages:
         return ModelShape.from_model_folder(model.path, model.trust_remote_code)
 
     def _gpu_memory(self) -> tuple[int | None, int | None]:
-        """Bytes that are free, and all; None on a CPU."""
+        """Free and total bytes; None on a CPU."""
         return torch.cuda.mem_get_info(0) if self._device == "cuda" else (None, None)
 
     def _environment(self, rank: int) -> dict[str, str]:
         threads = max(1, usable_cores() // self._num_ranks)
-        return trainer_environment(threads, one_node=True) | _visible([rank], self._device)
+        return trainer_environment(threads, one_node=True) | _visible_devices([rank], self._device)
 
     @contextmanager
     def _ranks(self, target: str, **arguments: Any) -> Iterator[list[ChildProcess]]:
-        """A process for each rank, which build at the same time."""
+        """A process for each rank; all construct ``target`` at the same time."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
@@ -361,8 +365,8 @@ def _ask(process: ChildProcess, method: str, *arguments: Any) -> Callable[[], An
     return process.answer
 
 
-def _all(ranks: Sequence[ChildProcess], method: str, *arguments: Any) -> list[Any]:
-    """Call all ranks at the same time; returns their answers."""
+def _call_all(ranks: Sequence[ChildProcess], method: str, *arguments: Any) -> list[Any]:
+    """The answers of all ranks, which are called at the same time."""
     return [answer() for answer in [_ask(rank, method, *arguments) for rank in ranks]]
 
 
@@ -372,12 +376,8 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
-def _gib(size: int) -> str:
-    return f"{size / _GIB:.2f}"
-
-
-def _visible(devices: Sequence[int], device: str) -> dict[str, str]:
-    """Restrict a process to some of the GPUs that this one sees."""
+def _visible_devices(devices: Sequence[int], device: str) -> dict[str, str]:
+    """Environment variables that restrict a process to these of the GPUs that this process sees."""
     if device == "cpu":
         return {}
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -386,15 +386,13 @@ def _visible(devices: Sequence[int], device: str) -> dict[str, str]:
 
 
 _MICRO_BATCHES = 2
-"""Of an update that is measured; gradients are added up from the second one on."""
+"""Micro-batches of a measured update; the second adds its gradients to those of the first."""
 
 
 def _full_micro_batches(config: RunConfig, vocabulary: int) -> tuple[TokenBatch, list[list[int]]]:
     """Random tokens, and micro-batches: each of as many sequences of the greatest length as one may hold."""
-    limit, data = (
-        update_limit(config.actor_rollout_ref.actor).shared_by(config.sequence_parallel_sizes["actor"]),
-        config.data,
-    )
+    data, limit = config.data, update_limit(config.actor_rollout_ref.actor)
+    limit = limit.shared_by(config.sequence_parallel_sizes["actor"])
     size = limit.max_rows or max(1, (limit.max_tokens or 0) // config.longest_sequence)
     rows = _MICRO_BATCHES * size
     generator = torch.Generator().manual_seed(0)

@@ -23,16 +23,16 @@ class PolicyPlan:
     """Name of the policy loss that runs."""
     spec: LossSpec | None
     """None: a loss of the user's own, which may read every field."""
-    bypass: bool
-    """The current policy is corrected in the actor; else the proximal one."""
-    interpolates: bool
-    """The proximal policy is interpolated, and corrected, in the actor; else in the driver."""
-    weights: bool
+    bypass_mode: bool
+    """The actor corrects the current policy; else the proximal policy is corrected."""
+    interpolates_proximal: bool
+    """The actor interpolates the proximal policy and corrects it."""
+    applies_weights: bool
     """Importance weights multiply the token losses."""
-    rejects: bool
-    """Tokens with finite log-probs can be rejected."""
-    denominator: Literal["original", "kept"]
-    """Tokens counted in denominators: response tokens, or kept ones."""
+    rejects_tokens: bool
+    """Rules of rejection can leave out tokens with finite log-probs."""
+    counted_tokens: Literal["original", "kept"]
+    """Tokens that denominators count: all response tokens, or those that rejection kept."""
     aggregation: str
     """Average of the policy term."""
     regulariser_aggregation: str
@@ -44,15 +44,15 @@ class PolicyPlan:
     distillation: DistillationLossConfig | None
     """What a teacher's log-probs do; None: there is no teacher."""
     teacher_loss: str | None
-    """Name of the policy loss that the teacher's advantages are in; None: their divergence itself is
-    differentiated, or there is no teacher."""
+    """Name of the policy loss on the teacher's advantages; None: the divergence itself is differentiated, or
+    there is no teacher."""
     statistics_passes: int
-    """Passes without gradient over each mini-batch that come first, for statistics that its loss needs."""
+    """Passes without gradient over each mini-batch, before its update, for statistics that its loss needs."""
 
     @property
     def old_policy(self) -> Literal["proximal", "rollout"]:
         """The policy that the loss's ratio divides by."""
-        return "rollout" if self.bypass else "proximal"
+        return "rollout" if self.bypass_mode else "proximal"
 
     @property
     def has_task_loss(self) -> bool:
@@ -62,14 +62,14 @@ class PolicyPlan:
     @property
     def in_actor(self) -> bool:
         """Whether the actor corrects."""
-        return self.bypass or self.interpolates
+        return self.bypass_mode or self.interpolates_proximal
 
     @property
     def aggregations(self) -> set[str]:
-        """Averages of all terms that are in the loss."""
+        """Averages of all terms in the loss."""
         has_regulariser = self.entropy_coeff != 0 or bool(self.kl_loss_coef) or self.distillation is not None
-        own = {self.aggregation} if self.has_task_loss else set()
-        return own | ({self.regulariser_aggregation} if has_regulariser else set())
+        policy_term = {self.aggregation} if self.has_task_loss else set()
+        return policy_term | ({self.regulariser_aggregation} if has_regulariser else set())
 
 
 def plan_policy(config: RunConfig) -> PolicyPlan:
@@ -77,18 +77,16 @@ def plan_policy(config: RunConfig) -> PolicyPlan:
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
     loss = policy_loss_name(actor, correction)
     spec = POLICY_LOSSES.get(loss)
-    bypass = correction.bypass_mode
     distillation = config.distillation.loss
-    own_aggregation = None if spec is None else spec.aggregation
     return PolicyPlan(
         loss=loss,
         spec=spec,
-        bypass=bypass,
-        interpolates=correction.in_actor and not bypass,
-        weights=correction.rollout_is is not None and correction.applies_weights,
-        rejects=correction.rejects,
-        denominator=correction.rejection_denominator,
-        aggregation=own_aggregation or actor.loss_agg_mode,
+        bypass_mode=correction.bypass_mode,
+        interpolates_proximal=correction.in_actor and not correction.bypass_mode,
+        applies_weights=correction.rollout_is is not None and correction.applies_weights,
+        rejects_tokens=correction.rejects,
+        counted_tokens=correction.rejection_denominator,
+        aggregation=(spec is not None and spec.aggregation) or actor.loss_agg_mode,
         regulariser_aggregation=actor.loss_agg_mode,
         entropy_coeff=actor.entropy_coeff,
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
@@ -140,8 +138,8 @@ def plan_advantages(config: RunConfig) -> AdvantagePlan:
 
 def inputs_of_update(policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[str]:
     """Fields of ``RolloutBatch``, ``PolicyEvaluations`` and ``Samples`` that change the actor's update."""
-    own_inputs = () if advantages.spec is None else advantages.spec.inputs
-    inputs = own_inputs if policy.has_task_loss else ()
+    spec = advantages.spec
+    inputs = spec.inputs if policy.has_task_loss and spec is not None else ()
     yield "response_mask"
     if policy.has_task_loss:
         yield "component_scores" if "component_scores" in inputs else "scores"
@@ -150,10 +148,12 @@ def inputs_of_update(policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[
             yield "group_ids"
         if advantages.uses_values:
             yield "critic_values"
-    of_teacher = policy.teacher_loss is not None and POLICY_LOSSES[policy.teacher_loss].reads_old_log_probs
-    of_task = policy.spec is None or policy.spec.reads_old_log_probs or advantages.reward_kl
-    reads_old = of_teacher or (policy.has_task_loss and of_task) or "old_log_probs" in inputs
-    corrects = policy.weights or policy.rejects
+    teacher_reads_old = (
+        policy.teacher_loss is not None and POLICY_LOSSES[policy.teacher_loss].reads_old_log_probs
+    )
+    task_reads_old = policy.spec is None or policy.spec.reads_old_log_probs or advantages.reward_kl
+    reads_old = teacher_reads_old or (policy.has_task_loss and task_reads_old) or "old_log_probs" in inputs
+    corrects = policy.applies_weights or policy.rejects_tokens
     if corrects or (policy.in_actor and reads_old):
         yield "rollout_log_probs"
     if not policy.in_actor and (corrects or reads_old):

@@ -11,7 +11,7 @@ from verl_rc.config.run import FOLLOWED_KEYS, FSDP_SECTIONS, RunConfig
 from verl_rc.config.schema import fields_of
 from verl_rc.preflight.plan.objective import AdvantagePlan, PolicyPlan
 from verl_rc.preflight.plan.schedule import BatchArithmetic
-from verl_rc.preflight.plan.switches import Unread, unread_by_switches
+from verl_rc.preflight.plan.switches import UnreadRule, unread_by_switches
 
 _ACTOR = "actor_rollout_ref.actor"
 _CORRECTION = "algorithm.rollout_correction"
@@ -40,53 +40,54 @@ def unused_options(
     config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan
 ) -> tuple[UnusedOption, ...]:
     """Every option without effect under ``config``, with its reason."""
-    reasons = dict(_unused(config, policy, advantages))
+    reasons = dict(_unread(config, policy, advantages))
     keys = [key for key in reasons if not _acts_through_another(config, key, reasons)]
-    unread = [UnusedOption(key, reasons[key], _is_changed(config, key)) for key in keys]
-    reported = [
-        UnusedOption(key, reason, _is_changed(config, key), metrics_only=True)
-        for key, reason in _metrics_only(config)
-    ]
+    rows = [(key, reasons[key], False) for key in keys]
+    rows += [(key, reason, True) for key, reason in _metrics_only(config)]
     return tuple(
-        option for option in (*unread, *reported) if not _names(set(keys) - {option.key}, option.key)
+        UnusedOption(key, reason, _is_changed(config, key), metrics_only)
+        for key, reason, metrics_only in rows
+        if not _covers(set(keys) - {key}, key)
     )
 
 
-def _names(keys: Iterable[str], key: str) -> bool:
-    """Whether ``key`` is one of ``keys``, or in one of their sections."""
-    return any(fnmatch.fnmatchcase(key, pattern) for pattern in keys)
+def _covers(patterns: Iterable[str], key: str) -> bool:
+    """Whether ``key`` is one of ``patterns``, or in a section that they name."""
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def _acts_through_another(config: RunConfig, key: str, unread: Iterable[str]) -> bool:
-    """Whether a key that has an effect follows this one, which is unread itself."""
+    """Whether a key with an effect takes its value from ``key``, which is unread itself."""
     followers = [follower for follower, followed in FOLLOWED_KEYS.items() if followed == key]
     return any(
-        attrgetter(follower)(config) == attrgetter(key)(config) and not _names(unread, follower)
+        attrgetter(follower)(config) == attrgetter(key)(config) and not _covers(unread, follower)
         for follower in followers
     )
 
 
-def _unused(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[tuple[str, str]]:
-    reasons: dict[str, Iterable[Unread]] = {
+def _unread(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[tuple[str, str]]:
+    rules: dict[str, Iterable[UnreadRule]] = {
         f"{_ACTOR}.": _unused_by_the_loss(config, policy, advantages),
         "algorithm.": _unused_by_advantages(config, advantages),
         "": unread_by_switches(config),
         "distillation.": _unused_by_the_teacher(config, policy),
         f"{SECTION}.": ((True, keys, reason) for keys, reason, _ in unread_keys(config.async_training)),
     }
-    for prefix, rows in reasons.items():
-        for is_unread, keys, reason in rows:
+    for prefix, section_rules in rules.items():
+        for is_unread, keys, reason in section_rules:
             if is_unread:
                 yield from ((prefix + key, reason) for key in keys)
 
 
-def _unused_by_the_loss(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[Unread]:
+def _unused_by_the_loss(
+    config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan
+) -> Iterator[UnreadRule]:
     actor, spec = config.actor_rollout_ref.actor, policy.spec
     correction = config.algorithm.rollout_correction
     if not policy.has_task_loss:
         yield True, ["policy_loss.loss_mode", "clip_ratio", *_LOSS_KEYS], _NO_TASK
         spec = None
-    own_clips = actor.clip_ratio not in (actor.clip_ratio_low, actor.clip_ratio_high)
+    has_own_clips = actor.clip_ratio not in (actor.clip_ratio_low, actor.clip_ratio_high)
     yield (
         policy.has_task_loss and correction.named_loss is not None,
         ("policy_loss.loss_mode",),
@@ -98,41 +99,55 @@ def _unused_by_the_loss(config: RunConfig, policy: PolicyPlan, advantages: Advan
             option.key for option in LOSS_OPTIONS if option not in spec.options and not option.is_required
         )
         yield True, unread, f"the loss {policy.loss} does not read it"
-        reason = f"the estimator {advantages.estimator} gives no negative advantage"
-        gives_none = advantages.spec is not None and advantages.spec.never_negative
-        yield gives_none, [option.key for option in spec.only_negative], reason
+        yield (
+            advantages.spec is not None and advantages.spec.never_negative,
+            [option.key for option in spec.only_negative],
+            f"the estimator {advantages.estimator} gives no negative advantage",
+        )
         yield _CLIPS[0] in unread, ("clip_ratio",), f"the loss {policy.loss} does not read it"
         yield (
-            _CLIPS[0] not in unread and own_clips,
+            _CLIPS[0] not in unread and has_own_clips,
             ("clip_ratio",),
             "clip_ratio_low and clip_ratio_high were given",
         )
-    has_own_average = policy.regulariser_aggregation not in policy.aggregations
     yield (
-        has_own_average,
+        policy.regulariser_aggregation not in policy.aggregations,
         ("loss_agg_mode",),
         f"the loss {policy.loss} has its own average, {policy.aggregation}",
     )
-    uses_factor = "seq-mean-token-sum-norm" in policy.aggregations
-    yield not uses_factor, ("loss_scale_factor",), "it belongs to loss_agg_mode=seq-mean-token-sum-norm"
+    yield (
+        "seq-mean-token-sum-norm" not in policy.aggregations,
+        ("loss_scale_factor",),
+        "it belongs to loss_agg_mode=seq-mean-token-sum-norm",
+    )
     yield policy.kl_loss_coef is None, ("kl_loss_coef", "kl_loss_type"), "use_kl_loss=False"
 
 
-def _unused_by_advantages(config: RunConfig, advantages: AdvantagePlan) -> Iterator[Unread]:
-    algorithm, estimator = config.algorithm, f"the estimator {advantages.estimator} does not read it"
+def _unused_by_advantages(config: RunConfig, advantages: AdvantagePlan) -> Iterator[UnreadRule]:
+    algorithm = config.algorithm
     if not config.distillation.has_task_loss:
         yield True, _ESTIMATOR_KEYS, _NO_TASK
         yield True, ("use_kl_in_reward", "kl_penalty", "kl_ctrl.*"), _NO_TASK
         return
-    yield True, [key for key in _ESTIMATOR_KEYS if not advantages.reads(key)], estimator
-    has_turns = config.actor_rollout_ref.rollout.converses
-    yield advantages.reads("turn_credit") and not has_turns, ("turn_credit",), "samples have one turn"
+    yield (
+        True,
+        [key for key in _ESTIMATOR_KEYS if not advantages.reads(key)],
+        f"the estimator {advantages.estimator} does not read it",
+    )
+    yield (
+        advantages.reads("turn_credit") and not config.actor_rollout_ref.rollout.converses,
+        ("turn_credit",),
+        "samples have one turn",
+    )
     yield not algorithm.use_kl_in_reward, ("kl_penalty", "kl_ctrl.*"), "use_kl_in_reward=False"
-    is_fixed = algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "fixed"
-    yield is_fixed, ("kl_ctrl.target_kl", "kl_ctrl.horizon"), "kl_ctrl.type=fixed"
+    yield (
+        algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "fixed",
+        ("kl_ctrl.target_kl", "kl_ctrl.horizon"),
+        "kl_ctrl.type=fixed",
+    )
 
 
-def _unused_by_the_teacher(config: RunConfig, policy: PolicyPlan) -> Iterator[Unread]:
+def _unused_by_the_teacher(config: RunConfig, policy: PolicyPlan) -> Iterator[UnreadRule]:
     loss = config.distillation.loss
     if loss is None:
         yield True, ("teacher_models.*", "distillation_loss.*"), "distillation.enabled=False: no teacher"
@@ -140,34 +155,37 @@ def _unused_by_the_teacher(config: RunConfig, policy: PolicyPlan) -> Iterator[Un
     section = "distillation_loss."
     yield not loss.use_task_rewards, (f"{section}distillation_loss_coef",), "there is no other term"
     yield True, (f"{section}policy_loss_mode",), "there is one"
-    for_top_tokens = (f"{section}topk", f"{section}log_prob_min_clamp")
     yield (
         not config.distillation.top_tokens,
-        for_top_tokens,
+        (f"{section}topk", f"{section}log_prob_min_clamp"),
         f"they belong to {section}loss_mode=forward_kl_topk",
     )
     reads_clips = policy.teacher_loss == "vanilla"
-    clips = ("clip_ratio", *_CLIPS)
-    reason = (
+    yield (
+        not reads_clips,
+        [section + clip for clip in ("clip_ratio", *_CLIPS)],
         "use_policy_gradient=False"
         if policy.teacher_loss is None
-        else f"{_CORRECTION}.loss_type={policy.teacher_loss}"
+        else f"{_CORRECTION}.loss_type={policy.teacher_loss}",
     )
-    yield not reads_clips, [section + clip for clip in clips], reason
-    own_clips = loss.clip_ratio not in (loss.clip_ratio_low, loss.clip_ratio_high)
-    given = "clip_ratio_low and clip_ratio_high were given"
-    yield reads_clips and own_clips, (f"{section}clip_ratio",), given
+    yield (
+        reads_clips and loss.clip_ratio not in (loss.clip_ratio_low, loss.clip_ratio_high),
+        (f"{section}clip_ratio",),
+        "clip_ratio_low and clip_ratio_high were given",
+    )
 
 
 def _metrics_only(config: RunConfig) -> Iterator[tuple[str, str]]:
     correction, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
     if not correction.applies_weights:
-        reason = (
-            "in bypass mode the ratio of the loss is itself current/rollout, so weights are reported and not "
-            "applied"
-        )
-        keys = ("rollout_is",) if correction.rollout_is is None else ("rollout_is", "rollout_is_threshold")
-        yield from ((f"{_CORRECTION}.{key}", reason) for key in keys)
+        for key in (
+            ("rollout_is",) if correction.rollout_is is None else ("rollout_is", "rollout_is_threshold")
+        ):
+            yield (
+                f"{_CORRECTION}.{key}",
+                "in bypass mode the ratio of the loss is itself current/rollout, so weights are reported and "
+                "not applied",
+            )
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
         yield (
             f"{_ACTOR}.use_kl_loss",
@@ -179,11 +197,11 @@ def _metrics_only(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.algorithm.estimator_reads("component_scores"):
         penalty_keys = ("kl_penalty", "kl_ctrl.kl_coef") if config.algorithm.use_kl_in_reward else ()
         for key in ("use_kl_in_reward", *penalty_keys):
-            reason = (
+            yield (
+                f"algorithm.{key}",
                 f"the estimator {config.algorithm.adv_estimator} looks at the parts of the reward, which "
-                "carry no penalty"
+                "carry no penalty",
             )
-            yield f"algorithm.{key}", reason
     elif config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef == 0:
         yield (
             "algorithm.use_kl_in_reward",
@@ -229,7 +247,7 @@ def warnings_of(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -
             )
     has_ratio = policy.has_task_loss or policy.teacher_loss is not None
     ratio = policy.spec.ratio if has_ratio and policy.spec is not None else None
-    if sizes.actor.optimizer_steps == 1 and not policy.bypass and ratio in ("token", "row", "product"):
+    if sizes.actor.optimizer_steps == 1 and not policy.bypass_mode and ratio in ("token", "row", "product"):
         yield (
             "one update per step: current and proximal policy are the same in it, so the ratio is 1 up to "
             "rounding and no clip or gate acts. For more updates per step lower "
@@ -237,7 +255,7 @@ def warnings_of(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -
             f"{_CORRECTION}.bypass_mode=True with loss_type=reinforce gives the same gradient without the "
             "pass of old_log_prob."
         )
-    if policy.bypass and policy.weights and sizes.actor.optimizer_steps > 1:
+    if policy.bypass_mode and policy.applies_weights and sizes.actor.optimizer_steps > 1:
         yield (
             f"{sizes.actor.optimizer_steps} updates per step without a clip (loss_type=reinforce): only the "
             "weights' threshold bounds how far a step goes. A lower rollout_is_threshold, fewer updates, or "
@@ -246,7 +264,7 @@ def warnings_of(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -
 
 
 def asynchrony_warnings(config: RunConfig) -> Iterator[str]:
-    """The same about combinations of asynchronous training."""
+    """Warnings about combinations of asynchronous training."""
     options, correction = config.async_training, config.algorithm.rollout_correction
     if options.is_synchronous:
         return
@@ -275,10 +293,10 @@ def asynchrony_warnings(config: RunConfig) -> Iterator[str]:
             "runs lost accuracy from one step on, and broke at eight (docs/evidence.md). Pass "
             "correction=bypass_ppo_clip or decoupled_token_is."
         )
-    narrow = [rule.name for rule in correction.settings().rules if rule.rule.rejects_rows]
-    if narrow and options.usual_age >= 1:
+    row_rules = [rule.name for rule in correction.settings().rules if rule.rule.rejects_rows]
+    if row_rules and options.usual_age >= 1:
         yield (
-            f"algorithm.rollout_correction.rollout_rs={','.join(narrow)} rejects whole rows outside a band "
+            f"{_CORRECTION}.rollout_rs={','.join(row_rules)} rejects whole rows outside a band "
             "that is made for two implementations of one policy: a policy that is a step old can leave it. "
             "Watch rollout_corr/rollout_rs_masked_fraction, and widen rollout_rs_threshold if it rises."
         )
@@ -289,7 +307,7 @@ def _is_changed(config: RunConfig, key: str) -> bool:
     follows."""
     for leaf in fnmatch.filter(fields_of(RunConfig), key):
         value, followed = attrgetter(leaf)(config), FOLLOWED_KEYS.get(leaf)
-        is_own = followed is None or value != attrgetter(followed)(config)
-        if is_own and value != fields_of(RunConfig)[leaf].default:
+        is_own_value = followed is None or value != attrgetter(followed)(config)
+        if is_own_value and value != fields_of(RunConfig)[leaf].default:
             return True
     return False

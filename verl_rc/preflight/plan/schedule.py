@@ -24,7 +24,7 @@ class UpdateArithmetic:
     """Tokens of a micro-batch on one rank; None: limited by rows."""
     max_rows: int | None
     """Rows of a micro-batch; None: limited by tokens."""
-    sharing: int = 1
+    ranks_per_group: int = 1
     """Ranks that share the tokens of a micro-batch."""
     sums_gradients_once: bool | None = None
     """Whether ranks reduce gradients once a mini-batch, not after every micro-batch; None: the estimate of
@@ -40,19 +40,19 @@ class UpdateArithmetic:
         return self.mini_batches_per_epoch * self.epochs
 
     @property
-    def groups(self) -> int:
-        """Groups of ranks that share micro-batches; without sequence parallelism, ranks."""
-        return self.ranks // self.sharing
+    def num_groups(self) -> int:
+        """Groups of ranks that share micro-batches; one rank each without sequence parallelism."""
+        return self.ranks // self.ranks_per_group
 
     @property
     def rows_per_group(self) -> tuple[int, int]:
-        """Rows of a mini-batch that a group gets on average, rounded down and up; shares are balanced by
-        tokens, not by rows."""
-        return self.mini_batch_rows // self.groups, -(-self.mini_batch_rows // self.groups)
+        """Average rows of a mini-batch in a group, rounded down and up; groups are balanced by tokens, not by
+        rows."""
+        return self.mini_batch_rows // self.num_groups, -(-self.mini_batch_rows // self.num_groups)
 
-    def fewest_rows_per_micro_batch(self, longest: int) -> int:
-        """Rows that fit into a micro-batch when all of them have ``longest`` tokens."""
-        return self.max_rows or max(1, (self.max_tokens or longest) * self.sharing // longest)
+    def rows_per_micro_batch(self, row_tokens: int) -> int:
+        """Rows of ``row_tokens`` tokens that fit into a micro-batch."""
+        return self.max_rows or max(1, (self.max_tokens or row_tokens) * self.ranks_per_group // row_tokens)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Phase:
     """Rows of a forward pass without gradient, per training step."""
     trained_rows: int = 0
     """Rows of a forward and backward pass, per training step; a row counts once for every epoch."""
-    every: str = ""
+    schedule: str = ""
     """When the stage runs; empty: every step."""
 
 
@@ -85,18 +85,18 @@ def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
     actor, critic, trainer = config.actor_rollout_ref.actor, config.critic, config.trainer
 
     def arithmetic(
-        mini: int, epochs: int, limit: MicroBatchLimit, fsdp: LearnerFsdpConfig
+        mini_batch_prompts: int, epochs: int, limit: MicroBatchLimit, fsdp: LearnerFsdpConfig
     ) -> UpdateArithmetic:
         setting, ranks = fsdp.use_no_sync_for_gradient_accumulation, config.num_ranks
         return UpdateArithmetic(
-            mini_batch_prompts=mini,
-            mini_batch_rows=mini * config.actor_rollout_ref.rollout.n,
-            mini_batches_per_epoch=config.data.train_batch_size // mini,
+            mini_batch_prompts=mini_batch_prompts,
+            mini_batch_rows=mini_batch_prompts * config.actor_rollout_ref.rollout.n,
+            mini_batches_per_epoch=config.data.train_batch_size // mini_batch_prompts,
             epochs=epochs,
             ranks=ranks,
             max_tokens=limit.max_tokens,
             max_rows=limit.max_rows,
-            sharing=fsdp.ulysses_sequence_parallel_size,
+            ranks_per_group=fsdp.ulysses_sequence_parallel_size,
             sums_gradients_once=True if setting is None and trainer.device == "cpu" else setting,
             ranks_per_copy=fsdp.ranks_per_copy(ranks),
             scales_loss=torch_name(fsdp.dtype) == "float16",
@@ -119,16 +119,18 @@ def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
 def plan_phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> Iterator[Phase]:
     """The stages of a training step in their order."""
     trainer, rows = config.trainer, config.rows_per_step
-    facts = []
+    gen_facts = []
     if config.algorithm.estimator_reads("reward_baselines"):
-        facts.append("with one greedy response for each prompt")
+        gen_facts.append("with one greedy response for each prompt")
     if config.algorithm.filter_groups.enable:
-        facts.append("and reward, until enough prompts have samples that differ")
-    yield Phase("gen", "engines", every="; ".join(facts))
+        gen_facts.append("and reward, until enough prompts have samples that differ")
+    yield Phase("gen", "engines", schedule="; ".join(gen_facts))
     yield Phase("reward", "driver")
-    if policy.interpolates:
-        yield Phase("old_log_prob", "actor", every="every 50 steps, to compare interpolated log-probs with")
-    elif not policy.bypass:
+    if policy.interpolates_proximal:
+        yield Phase(
+            "old_log_prob", "actor", schedule="every 50 steps, to compare interpolated log-probs with"
+        )
+    elif not policy.bypass_mode:
         yield Phase("old_log_prob", "actor", forward_rows=rows)
     if config.needs_reference:
         role = "reference" if config.has_reference_model else "actor without its adapters"
@@ -140,13 +142,16 @@ def plan_phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -
     yield Phase("adv", "driver")
     if sizes.critic is not None:
         yield Phase("update_critic", "critic", trained_rows=rows * sizes.critic.epochs)
-    trained = rows * sizes.actor.epochs
+    trained_rows = rows * sizes.actor.epochs
     from_step = f"from step {trainer.critic_warmup}" if sizes.critic_only_steps else ""
     if policy.statistics_passes:
         yield Phase(
-            "correction_statistics", "actor", forward_rows=trained * policy.statistics_passes, every=from_step
+            "correction_statistics",
+            "actor",
+            forward_rows=trained_rows * policy.statistics_passes,
+            schedule=from_step,
         )
-    yield Phase("update_actor", "actor", trained_rows=trained, every=from_step)
+    yield Phase("update_actor", "actor", trained_rows=trained_rows, schedule=from_step)
     yield Phase("update_weights", "actor and engines")
     yield from _phases_after_publication(config, sizes)
 
@@ -154,25 +159,27 @@ def plan_phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -
 def _phases_after_publication(config: RunConfig, sizes: BatchArithmetic) -> Iterator[Phase]:
     trainer = config.trainer
     canary_freq = config.actor_rollout_ref.rollout.sync_proof.canary_freq
-    yield Phase("sync_canary", "engines and actor", every=_every(canary_freq, "the start"))
+    yield Phase("sync_canary", "engines and actor", schedule=_frequency_text(canary_freq, "the start"))
     if trainer.test_freq > 0:
-        yield Phase("testing", "engines", every=_every(trainer.test_freq, "the last"))
+        yield Phase("testing", "engines", schedule=_frequency_text(trainer.test_freq, "the last"))
     if not config.async_training.is_synchronous:
         yield Phase("admit", "driver")
     if trainer.rollout_data_dir is not None:
         yield Phase("dump_rollout_generations", "driver")
     if trainer.token_records.enable:
         yield Phase(
-            "token_records", "driver", every=_every(trainer.token_records.freq, "steps 1 and 2, after alerts")
+            "token_records",
+            "driver",
+            schedule=_frequency_text(trainer.token_records.freq, "steps 1 and 2, after alerts"),
         )
     if trainer.save_freq > 0:
         yield Phase(
             "save_checkpoint",
             "actor and driver" if sizes.critic is None else "actor, critic and driver",
-            every=_every(trainer.save_freq, "the last"),
+            schedule=_frequency_text(trainer.save_freq, "the last"),
         )
 
 
-def _every(frequency: int, besides: str) -> str:
-    """The words for a frequency in steps, plus ``besides``; 0: only ``besides``."""
-    return f"every {frequency} steps, and {besides}" if frequency > 0 else besides
+def _frequency_text(frequency: int, exceptions: str) -> str:
+    """A frequency in steps and the ``exceptions`` from it in words; 0: only those."""
+    return f"every {frequency} steps, and {exceptions}" if frequency > 0 else exceptions

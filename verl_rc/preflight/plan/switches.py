@@ -1,21 +1,20 @@
-"""Options that another key turns off: their role is absent, their section is not enabled, the device has no
-use for them."""
+"""Options that another key turns off: of absent roles, disabled sections, and other devices."""
 
 from collections.abc import Iterator, Sequence
 
 from verl_rc.config.models import OptimConfig, torch_name
 from verl_rc.config.run import RunConfig, TokenRecordsConfig
 
-Unread = tuple[bool, Sequence[str], str]
-"""Whether the keys are unused, the keys (leaves, or whole sections as ``section.*``), and the reason."""
+UnreadRule = tuple[bool, Sequence[str], str]
+"""Whether the keys are unread, the keys (leaves, or sections as ``section.*``), and the reason."""
 
 _ACTOR, _REFERENCE = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _TEACHER = "distillation.teacher_models.teacher_model"
 
 
-def unread_by_switches(config: RunConfig) -> Iterator[Unread]:
-    """Every rule, with its keys in full."""
+def unread_by_switches(config: RunConfig) -> Iterator[UnreadRule]:
+    """Every rule, with complete keys."""
     yield from _roles(config)
     yield from _devices(config)
     yield from _micro_batches(config)
@@ -25,11 +24,11 @@ def unread_by_switches(config: RunConfig) -> Iterator[Unread]:
     yield from _trainer(config)
 
 
-def _of(section: str, *names: str) -> list[str]:
+def _keys(section: str, *names: str) -> list[str]:
     return [f"{section}.{name}" for name in names]
 
 
-def _roles(config: RunConfig) -> Iterator[Unread]:
+def _roles(config: RunConfig) -> Iterator[UnreadRule]:
     has_adapters, policy = config.actor_rollout_ref.model.lora_rank > 0, config.actor_rollout_ref
     yield (
         not config.needs_critic,
@@ -39,77 +38,93 @@ def _roles(config: RunConfig) -> Iterator[Unread]:
     yield not config.needs_reference, (f"{_REFERENCE}.*",), "nothing compares with the reference policy"
     yield (
         config.needs_reference and has_adapters,
-        _of(_REFERENCE, "model_path", "fsdp_config.*"),
+        _keys(_REFERENCE, "model_path", "fsdp_config.*"),
         "with LoRA the reference is the actor without its adapters",
     )
-    adapters = _of(_MODEL, "lora_alpha", "target_modules", "exclude_modules", "lora.merge")
-    yield not has_adapters, adapters, "lora_rank=0"
+    yield (
+        not has_adapters,
+        _keys(_MODEL, "lora_alpha", "target_modules", "exclude_modules", "lora.merge"),
+        "lora_rank=0",
+    )
     dtypes = {policy.rollout.dtype, policy.actor.fsdp_config.dtype, policy.ref.fsdp_config.dtype}
     yield (
         {torch_name(dtype) for dtype in dtypes} == {"float32"},
-        _of(_MODEL, "head_dtype"),
+        _keys(_MODEL, "head_dtype"),
         "actor, reference and engines compute in float32 anyway",
     )
-    strategies = [f"{section}.strategy" for section in (_ACTOR, _REFERENCE, "critic")]
-    yield True, strategies, "fsdp and fsdp2 both mean FSDP2"
+    yield (
+        True,
+        [f"{section}.strategy" for section in (_ACTOR, _REFERENCE, "critic")],
+        "fsdp and fsdp2 both mean FSDP2",
+    )
 
 
-def _devices(config: RunConfig) -> Iterator[Unread]:
+def _devices(config: RunConfig) -> Iterator[UnreadRule]:
     on_cpu, rollout = config.trainer.device == "cpu", config.actor_rollout_ref.rollout
     engine = ("gpu_memory_utilization", "free_cache_engine", "enforce_eager", "enable_chunked_prefill")
-    yield on_cpu, _of(_ROLLOUT, *engine), "trainer.device=cpu"
-    has_size = rollout.kv_cache_megabytes is not None and not on_cpu
-    yield has_size, _of(_ROLLOUT, "gpu_memory_utilization"), "kv_cache_megabytes was given"
-    has_own = not config.actor_rollout_ref.hybrid_engine and not on_cpu
-    reason = "actor_rollout_ref.hybrid_engine=False: engines share no GPU with the trainer"
-    yield has_own, _of(_ROLLOUT, "free_cache_engine"), reason
-    is_eager = config.actor_rollout_ref.exact and not on_cpu
-    yield is_eager, _of(_ROLLOUT, "enforce_eager"), "actor_rollout_ref.exact=True captures no CUDA graph"
+    yield on_cpu, _keys(_ROLLOUT, *engine), "trainer.device=cpu"
+    yield (
+        rollout.kv_cache_megabytes is not None and not on_cpu,
+        _keys(_ROLLOUT, "gpu_memory_utilization"),
+        "kv_cache_megabytes was given",
+    )
+    yield (
+        not config.actor_rollout_ref.hybrid_engine and not on_cpu,
+        _keys(_ROLLOUT, "free_cache_engine"),
+        "actor_rollout_ref.hybrid_engine=False: engines share no GPU with the trainer",
+    )
+    yield (
+        config.actor_rollout_ref.exact and not on_cpu,
+        _keys(_ROLLOUT, "enforce_eager"),
+        "actor_rollout_ref.exact=True captures no CUDA graph",
+    )
     frozen_sections = [policy.section for policy in config.frozen_policies.values()]
     learners = (_ACTOR, "critic") if config.needs_critic else (_ACTOR,)
     for section in (*learners, *frozen_sections):
-        offloads = _of(f"{section}.fsdp_config", "param_offload", "optimizer_offload")
+        fsdp = f"{section}.fsdp_config"
+        offloads = _keys(fsdp, "param_offload", "optimizer_offload")
         yield on_cpu, offloads, "trainer.device=cpu: weights lie in host memory anyway"
-    frozen = [f"{section}.fsdp_config.optimizer_offload" for section in frozen_sections]
-    yield not on_cpu, frozen, "a policy that only scores has no optimizer"
-    groups = [f"{section}.fsdp_config.fsdp_size" for section in (*learners, *frozen_sections)]
-    yield config.num_ranks == 1, groups, "one rank holds all weights"
-    sums = [f"{name}.fsdp_config.use_no_sync_for_gradient_accumulation" for name in learners]
-    yield config.num_ranks == 1, sums, "one rank: its gradients are whole anyway"
+        yield config.num_ranks == 1, _keys(fsdp, "fsdp_size"), "one rank holds all weights"
+    frozen_optimizers = [f"{section}.fsdp_config.optimizer_offload" for section in frozen_sections]
+    yield not on_cpu, frozen_optimizers, "a policy that only scores has no optimizer"
+    gradient_sums = [f"{section}.fsdp_config.use_no_sync_for_gradient_accumulation" for section in learners]
+    yield config.num_ranks == 1, gradient_sums, "one rank: its gradients are whole anyway"
 
 
-def _micro_batches(config: RunConfig) -> Iterator[Unread]:
-    policy, critic = config.actor_rollout_ref, config.critic
-    by_tokens = {f"{_ACTOR}.ppo": policy.actor.use_dynamic_bsz}
-    if config.needs_critic:
-        by_tokens["critic.ppo"] = critic.use_dynamic_bsz
-    by_tokens[f"{_ROLLOUT}.log_prob"] = policy.rollout.log_prob_use_dynamic_bsz
-    if config.needs_reference:
-        by_tokens[f"{_REFERENCE}.log_prob"] = policy.ref.log_prob_use_dynamic_bsz
-    if config.distillation.enabled:
-        by_tokens[f"{_TEACHER}.log_prob"] = config.distillation.teacher.log_prob_use_dynamic_bsz
-    for limit, is_dynamic in by_tokens.items():
+def _micro_batches(config: RunConfig) -> Iterator[UnreadRule]:
+    policy, teacher = config.actor_rollout_ref, config.distillation.teacher
+    limits = [
+        (True, f"{_ACTOR}.ppo", policy.actor.use_dynamic_bsz),
+        (config.needs_critic, "critic.ppo", config.critic.use_dynamic_bsz),
+        (True, f"{_ROLLOUT}.log_prob", policy.rollout.log_prob_use_dynamic_bsz),
+        (config.needs_reference, f"{_REFERENCE}.log_prob", policy.ref.log_prob_use_dynamic_bsz),
+        (config.distillation.enabled, f"{_TEACHER}.log_prob", teacher.log_prob_use_dynamic_bsz),
+    ]
+    for limit, is_dynamic in ((limit, is_dynamic) for has_role, limit, is_dynamic in limits if has_role):
         switch = "use_dynamic_bsz" if limit.endswith("ppo") else "log_prob_use_dynamic_bsz"
         reason = f"{switch}={is_dynamic}: micro-batches are filled by"
         yield not is_dynamic, (f"{limit}_max_token_len_per_gpu",), f"{reason} rows"
         yield is_dynamic, (f"{limit}_micro_batch_size_per_gpu",), f"{reason} tokens"
 
 
-def _schedules(config: RunConfig) -> Iterator[Unread]:
+def _schedules(config: RunConfig) -> Iterator[UnreadRule]:
     schedules: dict[str, OptimConfig] = {f"{_ACTOR}.optim": config.actor_rollout_ref.actor.optim}
     if config.needs_critic:
         schedules["critic.optim"] = config.critic.optim
     for section, optim in schedules.items():
-        shape = f"lr_scheduler_type={optim.lr_scheduler_type}"
-        yield optim.lr_scheduler_type == "constant", _of(section, "min_lr_ratio"), shape
-        yield optim.lr_scheduler_type != "cosine", _of(section, "num_cycles"), shape
-        yield optim.lr_warmup_steps >= 0, _of(section, "lr_warmup_steps_ratio"), "lr_warmup_steps was given"
+        schedule = f"lr_scheduler_type={optim.lr_scheduler_type}"
+        yield optim.lr_scheduler_type == "constant", _keys(section, "min_lr_ratio"), schedule
+        yield optim.lr_scheduler_type != "cosine", _keys(section, "num_cycles"), schedule
+        yield optim.lr_warmup_steps >= 0, _keys(section, "lr_warmup_steps_ratio"), "lr_warmup_steps was given"
 
 
-def _data_and_rewards(config: RunConfig) -> Iterator[Unread]:
+def _data_and_rewards(config: RunConfig) -> Iterator[UnreadRule]:
     data, reward = config.data, config.reward
-    in_order = not data.shuffle and data.custom_cls.path is None  # a class of the user's may read the seed
-    yield in_order, ("data.seed",), "shuffle=False: prompts are taken in the order of the files"
+    yield (
+        not data.shuffle and data.custom_cls.path is None,  # a class of the user's own may read the seed
+        ("data.seed",),
+        "shuffle=False: prompts are taken in the order of the files",
+    )
     yield (
         data.filter_overlong_prompts,
         ("data.truncation",),
@@ -123,58 +138,91 @@ def _data_and_rewards(config: RunConfig) -> Iterator[Unread]:
     )
     yield not reward.reward_model.enable, ("reward.reward_model.*",), "it is not enabled"
     has_function = reward.custom_reward_function.path is not None
-    function = _of("reward.custom_reward_function", "name", "reward_kwargs")
-    yield not has_function, function, "custom_reward_function.path=null: no function of your own"
-    processes = _of("reward", "num_workers", "timeout_seconds", "memory_limit_megabytes")
-    judged = reward.reward_model.enable and not has_function
-    yield judged, processes, "the reward model's score is the reward: no function is called"
+    yield (
+        not has_function,
+        _keys("reward.custom_reward_function", "name", "reward_kwargs"),
+        "custom_reward_function.path=null: no function of your own",
+    )
+    processes = _keys("reward", "num_workers", "timeout_seconds", "memory_limit_megabytes")
+    yield (
+        reward.reward_model.enable and not has_function,
+        processes,
+        "the reward model's score is the reward: no function is called",
+    )
     environment = config.actor_rollout_ref.rollout.environment
-    by_turns = environment.name is not None and environment.reward == "turns"
-    scorers = _of("reward", "custom_reward_function.*", "reward_model.*", "on_failure", "failure_score")
-    yield by_turns, (*scorers, *processes), "environment.reward=turns: no reward function is called"
+    scorers = _keys("reward", "custom_reward_function.*", "reward_model.*", "on_failure", "failure_score")
+    yield (
+        environment.name is not None and environment.reward == "turns",
+        (*scorers, *processes),
+        "environment.reward=turns: no reward function is called",
+    )
 
 
-def _rollouts(config: RunConfig) -> Iterator[Unread]:
+def _rollouts(config: RunConfig) -> Iterator[UnreadRule]:
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     validation = rollout.val_kwargs
-    yield not rollout.multi_turn.enable, _of(_ROLLOUT, "multi_turn.*"), "it is not enabled"
-    yield rollout.environment.name is None, _of(_ROLLOUT, "environment.*"), "environment.name=null"
-    yield True, _of(_ROLLOUT, "seed"), "every request has a seed of its own, made from trainer.seed"
-    filters = _of(f"{_ROLLOUT}.val_kwargs", "top_p", "top_k")
-    yield validation.is_greedy, filters, "validation is greedy (val_kwargs.do_sample, val_kwargs.temperature)"
-    heat = _of(f"{_ROLLOUT}.val_kwargs", "temperature")
-    yield validation.do_sample is False, heat, "val_kwargs.do_sample=False is greedy"
-    never = not (trainer.val_only or trainer.val_before_train or trainer.test_freq > 0)
-    keys = (
-        *_of("trainer", "log_val_generations", "validation_data_dir"),
-        *_of("data", "val_batch_size", "val_max_samples"),
-        f"{_ROLLOUT}.val_kwargs.*",
+    yield not rollout.multi_turn.enable, _keys(_ROLLOUT, "multi_turn.*"), "it is not enabled"
+    yield rollout.environment.name is None, _keys(_ROLLOUT, "environment.*"), "environment.name=null"
+    yield True, _keys(_ROLLOUT, "seed"), "every request has a seed of its own, made from trainer.seed"
+    yield (
+        validation.is_greedy,
+        _keys(f"{_ROLLOUT}.val_kwargs", "top_p", "top_k"),
+        "validation is greedy (val_kwargs.do_sample, val_kwargs.temperature)",
     )
-    yield never, keys, "trainer.test_freq <= 0 and val_before_train=False: nothing is validated"
+    yield (
+        validation.do_sample is False,
+        _keys(f"{_ROLLOUT}.val_kwargs", "temperature"),
+        "val_kwargs.do_sample=False is greedy",
+    )
+    yield (
+        not (trainer.val_only or trainer.val_before_train or trainer.test_freq > 0),
+        (
+            *_keys("trainer", "log_val_generations", "validation_data_dir"),
+            *_keys("data", "val_batch_size", "val_max_samples"),
+            f"{_ROLLOUT}.val_kwargs.*",
+        ),
+        "trainer.test_freq <= 0 and val_before_train=False: nothing is validated",
+    )
 
 
-def _trainer(config: RunConfig) -> Iterator[Unread]:
+def _trainer(config: RunConfig) -> Iterator[UnreadRule]:
     trainer, alerts = config.trainer, config.trainer.alerts
-    records = [name for name in TokenRecordsConfig.model_fields if name != "enable"]
-    reason = "token_records.enable=False"
-    yield not trainer.token_records.enable, _of("trainer.token_records", *records), reason
-    yield alerts.mismatch_limit is None, _of("trainer.alerts", "mismatch"), "mismatch_limit=null: never"
-    collapse = _of("trainer.alerts", "reward_collapse", "reward_window")
-    yield alerts.reward_drop is None, collapse, "reward_drop=null: never"
-    sends_page = "wandb" in trainer.logger and trainer.report == "at_end"
-    reason = "no report goes to W&B: it takes logger=wandb and report=at_end"
-    yield not sends_page, _of("trainer", "wandb_text"), reason
-    own_folder = f"checkpoints/{trainer.project_name}/{trainer.experiment_name}"
-    is_nameless = "wandb" not in trainer.logger and trainer.default_local_dir != own_folder
-    reason = "logger has no wandb, and default_local_dir was given"
-    yield is_nameless, _of("trainer", "project_name", "experiment_name"), reason
-    saves = "save_and_stop" in (alerts.mismatch, alerts.gap, alerts.cause, alerts.reward_collapse)
-    checkpoints = ("trainer.max_actor_ckpt_to_keep", f"{_ACTOR}.checkpoint.*", "critic.checkpoint.*")
-    is_lost = trainer.save_freq <= 0 and not saves
-    yield is_lost, checkpoints, "trainer.save_freq <= 0: nothing is saved"
-    trains = (
+    yield (
+        not trainer.token_records.enable,
+        _keys(
+            "trainer.token_records", *(name for name in TokenRecordsConfig.model_fields if name != "enable")
+        ),
+        "token_records.enable=False",
+    )
+    yield alerts.mismatch_limit is None, _keys("trainer.alerts", "mismatch"), "mismatch_limit=null: never"
+    yield (
+        alerts.reward_drop is None,
+        _keys("trainer.alerts", "reward_collapse", "reward_window"),
+        "reward_drop=null: never",
+    )
+    yield (
+        "wandb" not in trainer.logger or trainer.report != "at_end",
+        _keys("trainer", "wandb_text"),
+        "no report goes to W&B: it takes logger=wandb and report=at_end",
+    )
+    default_folder = f"checkpoints/{trainer.project_name}/{trainer.experiment_name}"
+    yield (
+        "wandb" not in trainer.logger and trainer.default_local_dir != default_folder,
+        _keys("trainer", "project_name", "experiment_name"),
+        "logger has no wandb, and default_local_dir was given",
+    )
+    alerts_save = "save_and_stop" in (alerts.mismatch, alerts.gap, alerts.cause, alerts.reward_collapse)
+    yield (
+        trainer.save_freq <= 0 and not alerts_save,
+        ("trainer.max_actor_ckpt_to_keep", f"{_ACTOR}.checkpoint.*", "critic.checkpoint.*"),
+        "trainer.save_freq <= 0: nothing is saved",
+    )
+    training_keys = (
         *("total_epochs", "total_training_steps", "critic_warmup", "test_freq", "save_freq"),
         *("val_before_train", "rollout_data_dir", "max_nonfinite_updates", "token_records.*"),
     )
-    updates = ("algorithm.*", "critic.*", f"{_ACTOR}.optim.*")
-    yield trainer.val_only, (*_of("trainer", *trains), *updates), "trainer.val_only=True: nothing is trained"
+    yield (
+        trainer.val_only,
+        (*_keys("trainer", *training_keys), "algorithm.*", "critic.*", f"{_ACTOR}.optim.*"),
+        "trainer.val_only=True: nothing is trained",
+    )

@@ -11,11 +11,11 @@ from vllm.inputs import tokens_input
 from verl_rc.exact.capture import (
     ACTIVATION,
     ATTENTION,
+    CAPTURED_MODULES,
     DOWN,
     EMBEDDING,
     FIRST_LAYER,
     HEAD,
-    KEPT_MODULES,
     RESIDUAL,
     ROTARY,
 )
@@ -44,7 +44,7 @@ class CapturingEngine:
         model = self._runner.model
         model.register_forward_pre_hook(self._begin_pass, with_kwargs=True)
         for name, module in model.named_modules():
-            if name.endswith(KEPT_MODULES):
+            if name.endswith(CAPTURED_MODULES):
                 module.register_forward_hook(self._output_hook(name), with_kwargs=True)
             # Some models have one activation module for all layers: the input of the next module is its
             # output.

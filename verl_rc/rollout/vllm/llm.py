@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm import LLM
 
-from verl_rc.exact.operations import of_this_device
+from verl_rc.exact.operations import device_module
 from verl_rc.rollout.vllm.options import VllmOptions
 
 
@@ -14,7 +14,7 @@ def build_llm(options: VllmOptions, **further: Any) -> LLM:
     Raises ``InexactError`` when this vLLM does not support exact mode.
     """
     if options.exact:
-        of_this_device("engine").compute_alike()
+        device_module("engine").use_trainer_operations()
     return LLM(
         model=options.model_path,
         dtype=options.dtype,

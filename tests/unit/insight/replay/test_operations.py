@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import pytest
 
 from verl_rc.insight.replay.operations import Divergence, first_divergence
-from verl_rc.preflight.captured_trainer import Compared
+from verl_rc.preflight.captured_trainer import ComparedOperation
 
 
-def compared(*distances: tuple[str, float]) -> Sequence[Compared]:
-    return [Compared(name, False, 3, 3, 1.0, (0, 0), distance) for name, distance in distances]
+def compared(*distances: tuple[str, float]) -> Sequence[ComparedOperation]:
+    return [ComparedOperation(name, False, 3, 3, 1.0, (0, 0), distance) for name, distance in distances]
 
 
 ROUNDING = compared(("embed", 1e-3), ("norm", 2e-3), ("attn", 4e-3))
@@ -35,6 +35,6 @@ def test_in_float32_kernels_may_differ_by_a_little(distance: float, named: str) 
 
 
 def test_prefill_and_decoding_have_roundings_of_their_own() -> None:
-    decoding = Compared("norm", True, 3, 3, 1.0, (0, 0), 8.1e-3)
-    roundings = [*ROUNDING, Compared("norm", True, 3, 3, 1.0, (0, 0), 3e-3)]
+    decoding = ComparedOperation("norm", True, 3, 3, 1.0, (0, 0), 8.1e-3)
+    roundings = [*ROUNDING, ComparedOperation("norm", True, 3, 3, 1.0, (0, 0), 3e-3)]
     assert first_divergence("norm", [*compared(("norm", 7e-3)), decoding], roundings) == Divergence("norm")

@@ -85,7 +85,7 @@ def test_json_lines_are_written_once_whether_they_are_named_or_not(loggers, tmp_
 def test_tensorboard_that_is_not_installed_is_explained(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.delitem(sys.modules, "verl_rc.metrics.sinks.tensorboard_sink", raising=False)
-    with pytest.raises(ValueError, match=r"pip install 'verl_rc\[tensorboard\]'"):
+    with pytest.raises(ValueError, match=r"pip install --editable '\.\[tensorboard\]'` in the clone"):
         open_named(["tensorboard"], tmp_path)
 
 

@@ -32,7 +32,7 @@ def test_without_the_package_its_name_is_said(
 ) -> None:
     monkeypatch.setitem(sys.modules, "verl_rc.metrics.sinks.wandb_workspace", None)
     assert main(["wandb-workspace", "entity/project"]) == 2
-    assert "verl_rc[wandb-workspaces]" in capsys.readouterr().err
+    assert "pip install --editable '.[wandb-workspaces]'` in the clone" in capsys.readouterr().err
 
 
 def view(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

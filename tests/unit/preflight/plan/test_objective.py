@@ -187,10 +187,10 @@ def operand_names(plan: PolicyPlan) -> Iterator[str]:
     reads_old = plan.spec is None or plan.spec.reads_old_log_probs
     if reads_old and not plan.in_actor:
         yield "proximal_log_probs"
-    if plan.in_actor and (reads_old or plan.weights or plan.rejects):
+    if plan.in_actor and (reads_old or plan.applies_weights or plan.rejects_tokens):
         yield "rollout_log_probs"
     yield "advantages"
-    if plan.weights and not plan.in_actor:
+    if plan.applies_weights and not plan.in_actor:
         yield "rollout_is_weights"
     if plan.kl_loss_coef:
         yield "reference_log_probs"
@@ -201,7 +201,7 @@ def operand_names(plan: PolicyPlan) -> Iterator[str]:
 
 def _reads_response_mask(plan: PolicyPlan) -> bool:
     """Whether tokens outside ``loss_mask`` matter: in a denominator, or in the ratio of a whole row."""
-    is_counted = plan.denominator == "original" and plan.aggregations != {"token-sum"}
+    is_counted = plan.counted_tokens == "original" and plan.aggregations != {"token-sum"}
     return is_counted or plan.spec is None or plan.spec.ratio in ("row", "product")
 
 

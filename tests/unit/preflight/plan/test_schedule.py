@@ -90,7 +90,7 @@ def test_longest_rows_fit_as_promised(
 ) -> None:
     longest = 19
     update = UpdateArithmetic(rows, rows, 1, 1, ranks, max_tokens, max_rows, sharing)
-    fits = update.fewest_rows_per_micro_batch(longest)
+    fits = update.rows_per_micro_batch(longest)
     shares = assign_rows(
         [longest] * rows, ranks // sharing, MicroBatchLimit(max_rows, max_tokens).shared_by(sharing)
     )
@@ -214,5 +214,5 @@ def test_adapters_need_no_reference_of_their_own() -> None:
 
 def test_a_warm_up_is_in_the_plan() -> None:
     phases = named(plan_of(config_of({**GAE, f"{TRAINER}.critic_warmup": 5})))
-    assert phases["update_actor"].every == "from step 5"
-    assert phases["update_critic"].every == ""
+    assert phases["update_actor"].schedule == "from step 5"
+    assert phases["update_critic"].schedule == ""

@@ -1,7 +1,6 @@
-"""A GPU's side of exact mode on a CPU, by vLLM's kernels in Triton's interpreter: prints what it finds."""
+"""Checks of a GPU's side of exact mode on a CPU: vLLM's kernels in Triton's interpreter, in a process of
+their own."""
 
-import json
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +19,17 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
+from verl_rc.distributed.process_group import leave_trainer_group
 from verl_rc.exact import gpu_engine, gpu_kernels
-from verl_rc.exact.operations import require_rows_alone
+from verl_rc.exact.operations import require_batch_invariance
+from verl_rc.preflight.captured_trainer import CapturedTrainer, ComparedOperation
 from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.language_model import load_causal_lm
 from verl_rc.workers.operations import operations
 
 LENGTHS = [1, 45, 7]
+DECODED = (0, 15, 16, 31, 32, 44)
+"""Positions of the second sequence: where a block of the engine's or the trainer's cache begins or ends."""
 SCALING = 0.25
 BLOCK = 16
 """Tokens of a block of the engine's cache: half those of the trainer's."""
@@ -37,18 +40,20 @@ def heads(kv_heads: int) -> list[Tensor]:
 
 
 def decoded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The last sequence but one decoded: one query at a time, over a cache of other blocks."""
-    first, length = sum(LENGTHS[:-2]), LENGTHS[-2]
+    """The ``DECODED`` rows: one query at a time, over a cache of smaller blocks."""
     cache = torch.full((4, BLOCK, key.shape[1], 2 * 32), torch.nan)
+    keys, values = cache.split(32, -1)
     table = torch.tensor([[2, 0, 3, 1]], dtype=torch.int32)
+    query, key, value = (states.split(LENGTHS)[1] for states in (query, key, value))
     rows = []
-    for place in range(length):
+    for place in range(LENGTHS[1]):
         slot = table[0, place // BLOCK], place % BLOCK
-        cache[slot] = torch.cat([key[first + place], value[first + place]], -1)
+        cache[slot] = torch.cat([key[place], value[place]], -1)
+        if place not in DECODED:
+            continue
         output = torch.empty(1, *query.shape[1:])
-        keys, values = cache.split(32, -1)
         unified_attention(
-            q=query[first + place, None],
+            q=query[place, None],
             k=keys,
             v=values,
             out=output,
@@ -71,33 +76,36 @@ def decoded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def attention() -> dict[str, Any]:
     """Against float64, alone against in company, and prefill against decoding."""
-    found: dict[str, Any] = {"error": 0.0, "alone": True, "decoded": True}
+    torch.manual_seed(0)
+    result: dict[str, Any] = {"error": 0.0, "alone": True, "decoded": True}
     lengths = torch.tensor(LENGTHS)
     for kv_heads in (1, 2, 4):
-        three = heads(kv_heads)
-        whole = gpu_kernels.attend(*three, lengths, SCALING)
-        parts = [
-            gpu_kernels.attend(*one, torch.tensor([len(one[0])]), SCALING)
-            for one in zip(*(tensor.split(LENGTHS) for tensor in three), strict=True)
+        states = heads(kv_heads)
+        output = gpu_kernels.attend(*states, lengths, SCALING)
+        alone = [
+            gpu_kernels.attend(*sequence, torch.tensor([len(sequence[0])]), SCALING)
+            for sequence in zip(*(tensor.split(LENGTHS) for tensor in states), strict=True)
         ]
-        found["error"] = max(found["error"], float((whole - attended(*three, LENGTHS, SCALING)).abs().max()))
-        found["alone"] &= torch.equal(torch.cat(parts), whole)
-        found["decoded"] &= torch.equal(decoded(*three), whole.split(LENGTHS)[-2])
-    return found
+        error = float((output - attended(*states, LENGTHS, SCALING)).abs().max())
+        result["error"] = max(result["error"], error)
+        result["alone"] &= torch.equal(torch.cat(alone), output)
+        result["decoded"] &= torch.equal(decoded(*states), output.split(LENGTHS)[1][list(DECODED)])
+    return result
 
 
 def layers() -> dict[str, Any]:
     """Linear layer, norm and rotary frequencies of trainer and engine."""
+    torch.manual_seed(0)
     x, residual, weight, scale = (torch.randn(*shape) for shape in ((20, 48), (20, 48), (64, 48), (48,)))
-    require_rows_alone({(48, 64)}, torch.float32, gpu_kernels.linear, "cpu")
+    require_batch_invariance({(48, 64)}, torch.float32, gpu_kernels.linear, "cpu")
     gradients = []
     for multiply in (gpu_kernels.linear, F.linear):
         inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
         gradients.append(torch.autograd.grad((multiply(*inputs) * torch.arange(64.0)).sum(), inputs))
     layer = nn.Linear(48, 64, bias=False)
     with patch.object(engine_linear, "current_platform", SimpleNamespace(is_cuda_alike=lambda: True)):
-        of_engine = engine_linear.UnquantizedLinearMethod().apply(layer, x, None)
-    gpu_engine.compute_alike()
+        engine_product = engine_linear.UnquantizedLinearMethod().apply(layer, x, None)
+    gpu_engine.use_trainer_operations()
     with set_current_vllm_config(VllmConfig()):
         norm = RMSNorm(48)
         norm.weight.data = scale
@@ -105,7 +113,7 @@ def layers() -> dict[str, Any]:
     with torch.device("meta"):
         frequencies = RotaryEmbedding._compute_inv_freq(SimpleNamespace(rotary_dim=8), 10.0)
     return {
-        "engine": torch.equal(of_engine, gpu_kernels.linear(x, layer.weight)),
+        "engine": torch.equal(engine_product, gpu_kernels.linear(x, layer.weight)),
         "gradients": all(map(torch.equal, *gradients)),
         "norm": torch.equal(normalised, gpu_kernels.normalise(x + residual, scale, 1e-6)),
         "sum": torch.equal(total, x + residual),
@@ -127,15 +135,27 @@ def model(folder: str) -> dict[str, Any]:
         gradients.append([parameter.grad for parameter in policy.parameters()])
         if exact:
             rows = [score(policy, tokens[row : row + 1]).log_probs[0] for row in range(3)]
-    apart = zip(*gradients, strict=True)
+    pairs = zip(*gradients, strict=True)
     return {
         "alone": torch.equal(torch.stack(rows), log_probs[0]),
         "same": torch.equal(*log_probs),
         "error": float((log_probs[0] - log_probs[1]).detach().abs().max()),
-        "gradient error": max(float((one - other).abs().max()) for one, other in apart),
+        "gradient error": max(float((exact - ordinary).abs().max()) for exact, ordinary in pairs),
     }
 
 
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    print(json.dumps({"attention": attention(), "layers": layers(), "model": model(sys.argv[1])}))
+class Checks:
+    """What the process is asked for."""
+
+    attention = staticmethod(attention)
+    layers = staticmethod(layers)
+    model = staticmethod(model)
+
+    def compare(
+        self, folder: str, prompts: list[list[int]], file: str, exact: bool
+    ) -> list[ComparedOperation]:
+        """A trainer with an engine's ``file``."""
+        try:
+            return CapturedTrainer(folder, "float32", exact).compare(prompts, file)
+        finally:
+            leave_trainer_group()
