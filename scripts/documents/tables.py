@@ -41,8 +41,7 @@ def metrics_page() -> str:
     parts, legend = [_METRICS_HEAD], _legend()
     for section, specs in SECTIONS.items():
         parts.append(
-            f"\n## {section}\n\n{legend}| Name | Unit | How it is computed | Healthy | Reported by "
-            "|\n|---|---|---|---|---|\n"
+            f"\n## {section}\n\n{legend}| Name | Unit | How it is computed | Healthy |\n|---|---|---|---|\n"
         )
         legend = ""
         parts += [_row(spec) for spec in specs]
@@ -58,10 +57,7 @@ def _legend() -> str:
 
 
 def _row(spec: MetricSpec) -> str:
-    return (
-        f"| `{spec.name}` | {spec.unit} | {_cell(spec.formula)} | {spec.healthy_in_words} | "
-        f"{spec.emitted_by} |\n"
-    )
+    return f"| `{spec.name}` | {spec.unit} | {_cell(spec.formula)} | {spec.healthy_in_words} |\n"
 
 
 _PRESETS_HEAD = """\

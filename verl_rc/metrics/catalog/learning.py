@@ -217,24 +217,21 @@ _CRITIC = (
     ),
 )
 _BATCH = (
-    *spread("critic/score", "reward", "sequences of the reward function's score", "ppo"),
+    *spread("critic/score", "reward", "sequences of the reward function's score"),
     *spread(
         "critic/overlong_reward",
         "reward",
         "sequences of the overlong penalty, which is part of the score",
-        "driver",
     ),
     MetricSpec(
         "critic/reward_baselines/mean",
         "reward",
         "mean over prompts of the greedy response's score (remax)",
-        emitted_by="driver",
     ),
     *spread(
         "reward/{column}",
         "of the column",
         "the responses that have it of a column of the reward function",
-        "driver",
     ),
     MetricSpec(
         "reward/failed_fraction",
@@ -242,27 +239,17 @@ _BATCH = (
         "share of responses that could not be scored; each got reward.failure_score, or counts as a wrong "
         "answer",
         (0, 0.01),
-        "driver",
     ),
-    *spread(
-        "critic/rewards", "reward", "sequences of the summed token rewards (score less KL penalty)", "ppo"
-    ),
-    *spread("critic/advantages", "1", "response tokens of the advantage", "ppo"),
-    *spread("critic/returns", "reward", "response tokens of the return", "ppo"),
-    *spread("critic/values", "reward", "response tokens of the critic's value", "ppo"),
+    *spread("critic/rewards", "reward", "sequences of the summed token rewards (score less KL penalty)"),
+    *spread("critic/advantages", "1", "response tokens of the advantage"),
+    *spread("critic/returns", "reward", "response tokens of the return"),
+    *spread("critic/values", "reward", "response tokens of the critic's value"),
     MetricSpec(
         "gdpo/{key}/{statistic}",
         "reward",
         "statistic over sequences of one reward component of gdpo",
-        emitted_by="ppo",
     ),
 )
 
-LEARNING = (
-    *(
-        MetricSpec(spec.name, spec.unit, spec.formula, spec.healthy, "workers")
-        for spec in (*_ACTOR, *_DISTILLATION, *_CRITIC)
-    ),
-    *_BATCH,
-)
+LEARNING = (*_ACTOR, *_DISTILLATION, *_CRITIC, *_BATCH)
 """Entries of this section."""

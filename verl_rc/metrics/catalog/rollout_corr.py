@@ -392,35 +392,19 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
 )
 
 ROLLOUT_CORR = (
-    *(
-        MetricSpec(f"rollout_corr/{name}", unit, text, healthy, "correction")
-        for name, unit, text, healthy in _DISAGREEMENT
-    ),
-    *(
-        MetricSpec(f"rollout_corr/rollout_is_{name}", "1", text, healthy, "correction")
-        for name, text, healthy in _WEIGHTS
-    ),
+    *(MetricSpec(f"rollout_corr/{name}", unit, text, healthy) for name, unit, text, healthy in _DISAGREEMENT),
+    *(MetricSpec(f"rollout_corr/rollout_is_{name}", "1", text, healthy) for name, text, healthy in _WEIGHTS),
     *(
         MetricSpec(
             f"rollout_corr/rollout_rs_{{rule}}_{name}",
             "1" if "fraction" in name else "of the statistic",
             text,
             healthy,
-            "correction",
         )
         for name, text, healthy in _RULE
     ),
-    *(
-        MetricSpec(f"rollout_corr/{name}", "1", text, healthy, "correction")
-        for name, text, healthy in _OUTCOME
-    ),
-    *(
-        MetricSpec(f"rollout_corr/{name}", unit, text, healthy, "correction")
-        for name, unit, text, healthy in _FULL
-    ),
-    *(
-        MetricSpec(f"rollout_corr/{name}", unit, text, healthy, "correction")
-        for name, unit, text, healthy in _SIGNATURES
-    ),
+    *(MetricSpec(f"rollout_corr/{name}", "1", text, healthy) for name, text, healthy in _OUTCOME),
+    *(MetricSpec(f"rollout_corr/{name}", unit, text, healthy) for name, unit, text, healthy in _FULL),
+    *(MetricSpec(f"rollout_corr/{name}", unit, text, healthy) for name, unit, text, healthy in _SIGNATURES),
 )
 """Entries of this section."""
