@@ -10,14 +10,16 @@ from planted_faults.alarm_counts import read_sums, table_of
 from verl_rc.bench.exact import CONDITIONS
 from verl_rc.bench.results import read_results
 from verl_rc.bench.standing import EQUAL, Result, known_methods
+from verl_rc.config.algorithms import POLICY_LOSSES, LossSpec
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
 from verl_rc.data.token_record import FIELDS, REQUIRED
 from verl_rc.health.cause import Cause
 from verl_rc.health.cause_table import INVARIANTS, RUN_CAUSES
 from verl_rc.health.signature_causes import SIGNATURE_CAUSES
+from verl_rc.metrics.bounds import LOG_RATIO_BOUND
 from verl_rc.metrics.catalog import SECTIONS
-from verl_rc.metrics.catalog.rollout_corr import SYMBOLS
 from verl_rc.metrics.catalog.spec import MetricSpec
+from verl_rc.metrics.catalog.symbols import SYMBOLS
 from verl_rc.metrics.panels import PANELS
 from verl_rc.study.bench import all_scores
 from verl_rc.study.tracks import SEEDS, TRACKS
@@ -29,31 +31,60 @@ _METRICS_HEAD = """\
 Every number that a run reports, with its unit and formula. `python -m scripts.documents`
 writes this page from `verl_rc/metrics/catalog`; change an entry there.
 
-`{data_source}` stands for the name of a data source, `{n}` for a number, as of samples, other names
-in braces for one word. *Healthy* is where the number lies in most runs that go well; an empty cell
-means that no general statement is possible. Unit `1`: a ratio, a fraction or a count. Formulas are
-tested by worked values: `tests/unit/metrics/catalog/test_worked_values.py`.
+- *Name*: `{data_source}` stands for the name of a data source, `{n}` for a number, other names in
+  braces for one word. Formulas leave out the prefix of a name that is their own.
+- *Unit*: `1` is a ratio, a fraction or a count.
+- *How it is computed*: `a / b` counts a and b over the batch of one step, where nothing else is
+  said. `tests/unit/metrics/catalog/test_worked_values.py` has a worked value of every formula.
+- *Healthy*: where the number lies in most runs that go well; empty where no general statement is
+  possible.
+
+## Words and symbols
+
+[glossary.md](glossary.md) has the words that the whole project uses; the formulas of this page use
+these besides:
+
 """
 
 
 def metrics_page() -> str:
-    """docs/metrics.md: a table for each section of the catalogue, the first one behind its symbols."""
-    parts, legend = [_METRICS_HEAD], _legend()
-    for section, specs in SECTIONS.items():
-        parts.append(
-            f"\n## {section}\n\n{legend}| Name | Unit | How it is computed | Healthy |\n|---|---|---|---|\n"
-        )
-        legend = ""
-        parts += [_row(spec) for spec in specs]
-    return "".join(parts)
-
-
-def _legend() -> str:
-    lines = [
-        textwrap.fill(f"- {symbol}: {meaning}", 100, subsequent_indent="  ")
-        for symbol, meaning in SYMBOLS.items()
+    """docs/metrics.md: words and symbols, then a table for each section of the catalogue."""
+    parts = [
+        _METRICS_HEAD,
+        *(f"{_wrapped(f'- {symbol}: {meaning}')}\n" for symbol, meaning in SYMBOLS.items()),
     ]
-    return "\n".join(lines) + "\n\n"
+    for section, specs in SECTIONS.items():
+        parts.append(f"\n## {section}\n\n| Name | Unit | How it is computed | Healthy |\n|---|---|---|---|\n")
+        parts += [_row(spec) for spec in specs]
+    return "".join((*parts, _CLIPPING_HEAD, *(_clipping_row(*item) for item in POLICY_LOSSES.items())))
+
+
+_CLIPPING_HEAD = """
+## Clipping by policy loss
+
+The tokens that `actor/pg_clipfrac` and `actor/pg_clipfrac_lower` count, and what `actor/ppo_kl`
+averages; empty: the metric is not reported. r: exp(current − old log-prob) of a token; s: the
+ratio of its sequence, as the loss defines it; π, π_old: probability of the token under the current
+and the old policy; ε_low, ε_high, c: `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_c` of
+`actor_rollout_ref.actor`; low, high: `actor/ratio_low`, `actor/ratio_high`.
+
+| loss | `actor/pg_clipfrac` | `actor/pg_clipfrac_lower` | `actor/ppo_kl` |
+|---|---|---|---|
+"""
+_PPO_KL = {
+    "clamped": f"old − current log-prob, clamped to ±{LOG_RATIO_BOUND:g} nats",
+    "whole": "old − current log-prob",
+    "distance": "\\|old − current log-prob\\|",
+    "none": "",
+}
+
+
+def _clipping_row(name: str, loss: LossSpec) -> str:
+    return f"| `{name}` | {loss.clipped or ''} | {loss.clipped_lower or ''} | {_PPO_KL[loss.ppo_kl]} |\n"
+
+
+def _wrapped(item: str) -> str:
+    return textwrap.fill(item, 100, subsequent_indent="  ")
 
 
 def _row(spec: MetricSpec) -> str:
