@@ -1,8 +1,10 @@
 """docs/migration_from_verl.md, from the tables of translations."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from textwrap import fill
+
+from documents.markdown import table
 
 from verl_rc.config.run import FOLLOWED_KEYS, RunConfig
 from verl_rc.config.schema import fields_of
@@ -267,16 +269,16 @@ def _moved() -> str:
     agreements = ((f"`{key}`", agreement.instead) for key, agreement in AGREEMENTS.items())
     return (
         "\n## Keys by another name\n\nTheir values are taken over:\n\n"
-        + _table(("verl", "here"), ((f"`{key}`", f"`{here}`") for key, here in (MOVED | values).items()))
+        + table(("verl", "here"), ((f"`{key}`", f"`{here}`") for key, here in (MOVED | values).items()))
         + "\nThese belong to verl's recipes for asynchronous training:\n\n"
-        + _table(("verl", "here"), ((f"`{key}`", here) for key, here in WRITTEN_HERE.items()))
+        + table(("verl", "here"), ((f"`{key}`", here) for key, here in WRITTEN_HERE.items()))
         + "\nThese belong to tools, interactions and agent loops, where one of their files is given\n"
         + "([environments.md](environments.md#coming-from-verl)):\n\n"
-        + _table(("verl", "here"), ((f"`{key}`", here) for key, here in environments.WRITTEN_HERE.items()))
+        + table(("verl", "here"), ((f"`{key}`", here) for key, here in environments.WRITTEN_HERE.items()))
         + "\nThese must be written as they are called here, because verl itself may ignore them:\n\n"
-        + _table(("verl", "write"), ((f"`{key}`", f"`{here}`") for key, here in sorted(RENAMED.items())))
+        + table(("verl", "write"), ((f"`{key}`", f"`{here}`") for key, here in sorted(RENAMED.items())))
         + "\nThese may be given as long as they say what another key says:\n\n"
-        + _table(("verl", "what must hold"), agreements)
+        + table(("verl", "what must hold"), agreements)
     )
 
 
@@ -290,12 +292,12 @@ def _refused() -> str:
     parts = [_REFUSED_HEAD]
     for section, rows in keys_by_row.items():
         cells = ((_listed(keys), reason, accepted) for (reason, accepted), keys in rows.items())
-        parts.append(f"\n### {section}\n\n" + _table(("verl", "why, and what instead", "accepted"), cells))
+        parts.append(f"\n### {section}\n\n" + table(("verl", "why, and what instead", "accepted"), cells))
     values: dict[str, list[str]] = defaultdict(list)
     for (key, value), reason in REFUSED_VALUES.items():
         values[reason].append(f"{key}={value}")
     rows_of_values = ((_listed(overrides), reason) for reason, overrides in values.items())
-    return "".join([*parts, "\n### Values\n\n", _table(("verl", "why, and what instead"), rows_of_values)])
+    return "".join([*parts, "\n### Values\n\n", table(("verl", "why, and what instead"), rows_of_values)])
 
 
 def _section_of(key: str) -> str:
@@ -317,14 +319,9 @@ def _shown(value: object) -> str:
     return "null" if value is None else "''" if value == "" else str(value)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |\n" for line in lines)
-
-
 def _same_keys() -> str:
     rows = ((f"`{key}`", there, here) for key, (there, here) in SAME_KEYS.items())
-    return "\n## Same key, another meaning\n\n" + _table(("key", "in verl", "here"), rows)
+    return "\n## Same key, another meaning\n\n" + table(("key", "in verl", "here"), rows)
 
 
 def _defaults() -> str:
@@ -336,7 +333,7 @@ def _defaults() -> str:
     return (
         "\n## Same key, another default\n\nWhat a run takes for a key that is not given, in verl 0.9.1 and "
         "here. All other shared keys have the\nsame default, or follow the same key.\n\n"
-        + _table(("key", "in verl", "here", "why"), rows)
+        + table(("key", "in verl", "here", "why"), rows)
     )
 
 
@@ -349,7 +346,7 @@ def _default_here(key: str) -> str:
 
 def _rewards_and_tools() -> str:
     rows = ((name, there, here) for name, (there, here) in REWARDS_AND_TOOLS.items())
-    return "\n## Rewards and tools\n\n" + _table(("what", "in verl", "here"), rows)
+    return "\n## Rewards and tools\n\n" + table(("what", "in verl", "here"), rows)
 
 
 def _correction() -> str:

@@ -51,7 +51,7 @@ def test_two_that_are_as_near_are_both_offered() -> None:
     assert nearest_key("rollout_s", ["rollout_is", "rollout_rs", "reward"]) == "rollout_is or rollout_rs"
 
 
-@pytest.mark.parametrize(("first", "slip"), enumerate(SLIPS))
+@pytest.mark.parametrize(("first", "slip"), [*enumerate(SLIPS)])
 def test_every_key_with_a_slip_in_any_part_offers_itself(first: int, slip: str) -> None:
     draw = random.Random(0)
     checked = 0
