@@ -16,9 +16,9 @@ from verl_rc.config.verl.refused import REFUSALS, REFUSED_VALUES, RENAMED, Refus
 _HEAD = """\
 # Coming from verl
 
-An override taken from a verl recipe for FSDP and vLLM means here what it means there, or is refused
-at the start with what to write instead. One that another key turns off is refused as well, or
-listed by `verl-rc explain`. The tools:
+An override from a verl recipe for FSDP and vLLM has the same meaning here, or the run refuses it at
+the start and says what to write instead. An override that another key turns off is refused too, or
+`verl-rc explain` lists it. The tools:
 
 ```bash
 verl-rc migrate --recipe verl_run.sh > recipe.sh                # a shell script of any release as a recipe that runs, with notes
@@ -27,17 +27,20 @@ verl-rc explain recipes/quickstart_digits_cpu.sh trainer.seed=2  # what a config
 verl-rc presets                                                  # presets by every name they have had
 ```
 
-`verl-rc migrate` runs the script in a shell for the values of its variables: every program that it
-calls by its name, Python among them, does nothing there. `verl-rc explain recipe.sh` and
+`verl-rc migrate` runs the script in a shell to learn the values of its variables. No program that
+the script calls by name, Python among them, does anything there. `verl-rc explain recipe.sh` and
 `verl-rc doctor recipe.sh` read recipes the same way.
 
-A refused key ends the run with exit code 2 before anything starts; the message holds the line to
-write. `+key=value` of verl recipes is taken as `key=value` where the key is known. A key that is
-not given has verl's default, with [a few exceptions](#same-key-another-default). Column names of
-data files, names of metrics (`rollout_corr/*`, `actor/*`, `critic/*`, `timing_s/*`) and the
-signature of reward functions are verl's; its `actor/perf/*` memory is `perf/*` here, as it was in
-earlier releases. Some metrics keep their name with another meaning, `rollout_corr/rollout_is_max`
-of row weights among them: [rollout_correction.md](rollout_correction.md#coming-from-verl).
+- **Refused keys** end the run with exit code 2 before anything starts. The message says what to
+  write instead.
+- **`+key=value`** means `key=value` where the key is known.
+- **Keys that are not given** have verl's defaults, with
+  [a few exceptions](#same-key-another-default).
+- **Data files and reward functions** have verl's column names and signature.
+- **Metrics** have verl's names (`rollout_corr/*`, `actor/*`, `critic/*`, `timing_s/*`). verl's
+  memory metrics `actor/perf/*` are `perf/*` here, as they were in its earlier releases. Some
+  metrics have verl's name and another meaning:
+  [rollout_correction.md](rollout_correction.md#coming-from-verl) lists them.
 
 `python -m scripts.documents` writes this page from the tables of refused and renamed keys in
 `verl_rc/config/verl`, and by translating the examples below.
@@ -75,6 +78,14 @@ SAME_KEYS: Mapping[str, tuple[str, str]] = {
     "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side": (
         "the side that is cut; before May 2026 (pull request 6313) the side that was kept",
         "the side that is cut; with `middle`, an odd limit keeps one character more of the beginning",
+    ),
+    "trainer.val_before_train": (
+        "validates before the first step, of a resumed run too",
+        "validates before step 1; a resumed run validates next at a multiple of `trainer.test_freq`",
+    ),
+    "trainer.val_only": (
+        "without effect unless `trainer.val_before_train=True`",
+        "validates and ends the run, whatever `trainer.val_before_train` says",
     ),
     "algorithm.adv_estimator": (
         "in a group of one sample, `opo` gives it its score, and `grpo_passk` raises",
@@ -148,9 +159,10 @@ OTHER_DEFAULTS: Mapping[str, tuple[object, str]] = {
 _REFUSED_HEAD = """
 ## Keys that are refused
 
-What a run says when one of these keys, or a key below it, is given. A value in the last column says
-what happens here anyway: the key is then dropped. "Of" a switch means that the section may be
-written out as long as its switch has that value.
+A run is refused when it gives one of these keys, or a key below it. The second column is what the
+message says. The last column lists values that are accepted, because they ask for what happens here
+anyway; the key then has no effect. "`False` of `KEY`" means that the whole section is accepted
+while `KEY` is `False`.
 """
 
 _SECTIONS: Mapping[str, tuple[str, ...]] = {
@@ -277,7 +289,7 @@ def _moved() -> str:
         + table(("verl", "here"), ((f"`{key}`", here) for key, here in environments.WRITTEN_HERE.items()))
         + "\nThese must be written as they are called here, because verl itself may ignore them:\n\n"
         + table(("verl", "write"), ((f"`{key}`", f"`{here}`") for key, here in sorted(RENAMED.items())))
-        + "\nThese may be given as long as they say what another key says:\n\n"
+        + "\nThese are accepted if they agree with another key:\n\n"
         + table(("verl", "what must hold"), agreements)
     )
 
@@ -331,7 +343,7 @@ def _defaults() -> str:
         keys_by_row[f"`{_shown(there)}`", _default_here(key), why].append(key)
     rows = ((_listed(keys), there, here, why) for (there, here, why), keys in keys_by_row.items())
     return (
-        "\n## Same key, another default\n\nWhat a run takes for a key that is not given, in verl 0.9.1 and "
+        "\n## Same key, another default\n\nThe value of a key that is not given, in verl 0.9.1 and "
         "here. All other shared keys have the\nsame default, or follow the same key.\n\n"
         + table(("key", "in verl", "here", "why"), rows)
     )
