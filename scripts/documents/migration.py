@@ -274,21 +274,24 @@ def render() -> str:
 
 def _moved() -> str:
     values = {
-        f"{key}={_shown(value)}": f"{key}={_shown(here)}"
-        for (key, value), here in VALUE_NAMES.items()
-        if value != here
+        f"{key}={_override_value(value)}": f"{key}={_override_value(translation)}"
+        for (key, value), translation in VALUE_NAMES.items()
+        if value != translation
     }
     agreements = ((f"`{key}`", agreement.instead) for key, agreement in AGREEMENTS.items())
     return (
         "\n## Keys by another name\n\nTheir values are taken over:\n\n"
-        + table(("verl", "here"), ((f"`{key}`", f"`{here}`") for key, here in (MOVED | values).items()))
+        + table(("verl", "here"), ((f"`{key}`", f"`{new_key}`") for key, new_key in (MOVED | values).items()))
         + "\nThese belong to verl's recipes for asynchronous training:\n\n"
-        + table(("verl", "here"), ((f"`{key}`", here) for key, here in WRITTEN_HERE.items()))
+        + table(("verl", "here"), ((f"`{key}`", replacement) for key, replacement in WRITTEN_HERE.items()))
         + "\nThese belong to tools, interactions and agent loops, where one of their files is given\n"
         + "([environments.md](environments.md#coming-from-verl)):\n\n"
-        + table(("verl", "here"), ((f"`{key}`", here) for key, here in environments.WRITTEN_HERE.items()))
+        + table(
+            ("verl", "here"),
+            ((f"`{key}`", replacement) for key, replacement in environments.WRITTEN_HERE.items()),
+        )
         + "\nThese must be written as they are called here, because verl itself may ignore them:\n\n"
-        + table(("verl", "write"), ((f"`{key}`", f"`{here}`") for key, here in sorted(RENAMED.items())))
+        + table(("verl", "write"), ((f"`{key}`", f"`{new_key}`") for key, new_key in sorted(RENAMED.items())))
         + "\nThese are accepted if they agree with another key:\n\n"
         + table(("verl", "what must hold"), agreements)
     )
@@ -322,26 +325,26 @@ def _listed(keys: Iterable[str]) -> str:
 
 def _accepted(refusal: Refusal) -> str:
     """Values that are accepted for a refused key, in the syntax of overrides."""
-    words = ", ".join(f"`{_shown(value)}`" for value in refusal.accepted)
+    words = ", ".join(f"`{_override_value(value)}`" for value in refusal.accepted)
     return f"{words} of `{refusal.switch}`" if refusal.switch and words else words
 
 
-def _shown(value: object) -> str:
+def _override_value(value: object) -> str:
     """A value in the syntax of overrides."""
     return "null" if value is None else "''" if value == "" else str(value)
 
 
 def _same_keys() -> str:
-    rows = ((f"`{key}`", there, here) for key, (there, here) in SAME_KEYS.items())
+    rows = ((f"`{key}`", verl_meaning, meaning) for key, (verl_meaning, meaning) in SAME_KEYS.items())
     return "\n## Same key, another meaning\n\n" + table(("key", "in verl", "here"), rows)
 
 
 def _defaults() -> str:
     """The table of other defaults; keys with the same defaults for the same reason share a row."""
     keys_by_row: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for key, (there, why) in OTHER_DEFAULTS.items():
-        keys_by_row[f"`{_shown(there)}`", _default_here(key), why].append(key)
-    rows = ((_listed(keys), there, here, why) for (there, here, why), keys in keys_by_row.items())
+    for key, (verl_default, reason) in OTHER_DEFAULTS.items():
+        keys_by_row[f"`{_override_value(verl_default)}`", _own_default(key), reason].append(key)
+    rows = ((_listed(keys), *defaults_and_reason) for defaults_and_reason, keys in keys_by_row.items())
     return (
         "\n## Same key, another default\n\nThe value of a key that is not given, in verl 0.9.1 and "
         "here. All other shared keys have the\nsame default, or follow the same key.\n\n"
@@ -349,15 +352,19 @@ def _defaults() -> str:
     )
 
 
-def _default_here(key: str) -> str:
+def _own_default(key: str) -> str:
     field = fields_of(RunConfig)[key]
     if field.is_required():
         return "must be given"
-    return f"that of `{FOLLOWED_KEYS[key]}`" if key in FOLLOWED_KEYS else f"`{_shown(field.default)}`"
+    return (
+        f"that of `{FOLLOWED_KEYS[key]}`" if key in FOLLOWED_KEYS else f"`{_override_value(field.default)}`"
+    )
 
 
 def _rewards_and_tools() -> str:
-    rows = ((name, there, here) for name, (there, here) in REWARDS_AND_TOOLS.items())
+    rows = (
+        (name, verl_behaviour, behaviour) for name, (verl_behaviour, behaviour) in REWARDS_AND_TOOLS.items()
+    )
     return "\n## Rewards and tools\n\n" + table(("what", "in verl", "here"), rows)
 
 
@@ -365,11 +372,12 @@ def _correction() -> str:
     parts = [_CORRECTION_HEAD]
     for release, settings in CORRECTION_EXAMPLES.items():
         migration = migrate(settings)
-        given, made = "\n".join(settings), "\n".join(migration.overrides) or "(nothing)"
+        verl_overrides, overrides = "\n".join(settings), "\n".join(migration.overrides) or "(nothing)"
         notes = "".join(
             f"{fill(note, 100, initial_indent='- ', subsequent_indent='  ')}\n" for note in migration.notes
         )
         parts.append(
-            f"\n### {release}\n\n```text\n{given}\n```\n\nbecomes\n\n```text\n{made}\n```\n\n{notes}"
+            f"\n### {release}\n\n```text\n{verl_overrides}\n```\n\nbecomes\n\n```text\n{overrides}\n```\n\n"
+            f"{notes}"
         )
     return "".join(parts)

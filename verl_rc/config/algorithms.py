@@ -136,9 +136,9 @@ class PolicyLossOptions(StrictModel):
             for name in ("ratio_lower_start", "ratio_lower_max", "ratio_upper_start", "ratio_upper_max")
         }
         if [*bounds.values()] != sorted(bounds.values()):
-            told = ", ".join(f"{name}={value:g}" for name, value in bounds.items())
+            assignments = ", ".join(f"{name}={value:g}" for name, value in bounds.items())
             raise ValueError(
-                f"actor_rollout_ref.actor.policy_loss: none of {told} must be below the one before"
+                f"actor_rollout_ref.actor.policy_loss: none of {assignments} must be below the one before"
             )
         return self
 
@@ -155,8 +155,8 @@ class LossOption:
     """Under ``actor_rollout_ref.actor``."""
     symbol: str
     """Its symbol in the formula."""
-    where: str = ""
-    """What it acts on, in words."""
+    condition: str = ""
+    """On which tokens it acts, in words; empty: on all."""
     is_required: bool = False
     """Losses that read it do not run without a value; all others refuse one."""
 
@@ -167,7 +167,7 @@ class LossOption:
 
     def in_words(self, actor: StrictModel) -> str:
         """Symbol, value and key."""
-        return f"{self.symbol} = {self.value(actor):g}{self.where and ' ' + self.where} ({self.key})"
+        return f"{self.symbol} = {self.value(actor):g}{self.condition and ' ' + self.condition} ({self.key})"
 
 
 @dataclass(frozen=True)

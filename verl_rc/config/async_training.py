@@ -149,8 +149,8 @@ NEEDS_ASYNCHRONY = (
     "max_concurrent_rollouts",
 )
 """Keys that a synchronous run refuses unless they have their default."""
-_OF_AGES = ("max_off_policy_threshold", "max_off_policy_strategy")
-_OF_CUT_RESPONSES = ("deterministic_steps", "kv_cache_on_update")
+_AGE_KEYS = ("max_off_policy_threshold", "max_off_policy_strategy")
+_CUT_RESPONSE_KEYS = ("deterministic_steps", "kv_cache_on_update")
 
 
 def unread_keys(options: AsyncTrainingConfig) -> Iterator[tuple[Sequence[str], str, str]]:
@@ -163,22 +163,22 @@ def unread_keys(options: AsyncTrainingConfig) -> Iterator[tuple[Sequence[str], s
         yield NEEDS_ASYNCHRONY, reason, "raise one of these, or drop it"
         return
     no_lead = f"without a lead ({ahead}): all that is admitted is trained on before the next publication"
-    whole = f"with {SECTION}.partial_rollout=False, where"
+    uncut = f"with {SECTION}.partial_rollout=False, where"
     if not options.staleness:
         yield ("partial_rollout",), no_lead, ""
     if not options.cuts:
-        cause = f"with {ahead}, where" if options.partial_rollout else whole
-        yield _OF_CUT_RESPONSES, f"{cause} weights never change under a response", "drop one of them"
+        cause = f"with {ahead}, where" if options.partial_rollout else uncut
+        yield _CUT_RESPONSE_KEYS, f"{cause} weights never change under a response", "drop one of them"
     if options.resolved_order == "admitted":
         reason = f"in the order of admission, in which nothing grows older than {ahead}"
-        yield _OF_AGES, reason, f"drop it, or pass {SECTION}.order=ready"
+        yield _AGE_KEYS, reason, f"drop it, or pass {SECTION}.order=ready"
     elif not options.staleness:
-        yield _OF_AGES, no_lead, "raise that, or drop it"
+        yield _AGE_KEYS, no_lead, "raise that, or drop it"
     elif not options.partial_rollout:
-        reason = f"{whole} all responses end before the next publication and nothing grows too old"
-        yield _OF_AGES, reason, "drop it"
+        reason = f"{uncut} all responses end before the next publication and nothing grows too old"
+        yield _AGE_KEYS, reason, "drop it"
     publishes_every_step = options.trigger_parameter_sync_step == 1
     if not options.partial_rollout and publishes_every_step and options.staleness.denominator == 1:
-        reason = f"{whole} all responses of a version end before the next: the oldest are the lowest numbers"
+        reason = f"{uncut} all responses of a version end before the next: the oldest are the lowest numbers"
         remedy = "pass order=admitted, or raise trigger_parameter_sync_step"
         yield ("order",), reason, remedy if options.order == "ready" else ""

@@ -11,7 +11,7 @@ _COSINE = (
 _BY_LOSS = "docs/metrics.md, Clipping by policy loss, says which"
 
 
-def _of_updates(role: str) -> tuple[MetricSpec, ...]:
+def _update_metrics(role: str) -> tuple[MetricSpec, ...]:
     """Gradients and optimizer steps of the ``actor`` or the ``critic``."""
     return (
         MetricSpec(
@@ -119,7 +119,7 @@ _ACTOR = (
         f"reference){_KEPT}",
     ),
     MetricSpec("actor/kl_coef", "1", "actor.kl_loss_coef, the factor of kl_loss in the loss"),
-    *_of_updates("actor"),
+    *_update_metrics("actor"),
     MetricSpec(
         "actor/reward_kl_penalty",
         "nats",
@@ -185,7 +185,7 @@ _CRITIC = (
         (0, 0.3),
     ),
     MetricSpec("critic/vpred_mean", "reward", "mean over response tokens, in all updates, of the value"),
-    *_of_updates("critic"),
+    *_update_metrics("critic"),
     MetricSpec(
         "critic/vf_explained_var",
         "1",

@@ -170,10 +170,10 @@ _PROMPTS = {
 
 ACCOUNTING = (
     *(
-        MetricSpec(f"ledger/{account}_tokens", "tokens", what, healthy)
-        for account, (what, healthy) in _TOKENS.items()
+        MetricSpec(f"ledger/{account}_tokens", "tokens", formula, healthy)
+        for account, (formula, healthy) in _TOKENS.items()
     ),
-    *(MetricSpec(f"ledger/prompts_{account}", "1", what) for account, what in _PROMPTS.items()),
+    *(MetricSpec(f"ledger/prompts_{account}", "1", formula) for account, formula in _PROMPTS.items()),
     MetricSpec(
         "alerts/gap",
         "1",
