@@ -35,19 +35,18 @@ class SignatureBounds:
     z: float = 6.0
     """Standard errors from which on a deviation is no chance. A heavy tail alone reaches 3."""
     missing_mass: float = 1e-3
-    """A smaller missing mass does not count: rounding of float32 alone can make it many standard errors large.
-    """
+    """A smaller missing mass does not count: rounding of float32 alone can make it many standard errors."""
     temperature_z: float = 30.0
     temperature_slope: float = 0.003
     temperature_r2: float = 0.3
-    """Share of the squared gap that a temperature must explain. A drifting policy sharpens too, which explains
-    0.08; a temperature of 0.98 beside fp8 weights explains 0.3."""
+    """Share of the squared gap that a temperature must explain. A drifting policy sharpens too, which
+    explains 0.08; a temperature 2 % off beside fp8 weights explains 0.3."""
     raw_r2: float = 0.9
     """Share of the squared gap above which the gap is that of a temperature in the log-probs of one side
     alone. A banned token explains less; a sampling filter at most ``temperature_r2``."""
     largest_slope: float = 0.9
-    """A slope of this or more is no temperature: it would be ten times the trainer's, at which nobody samples.
-    Log-probs of other tokens have a slope of 1."""
+    """A slope of this or more is no temperature: it would be ten times the trainer's, at which nobody
+    samples. Log-probs of other tokens have a slope of 1."""
     steady_slope: float = 0.15
     """Share of itself by which the slope of a temperature may change over a run. Between flat and nearly
     certain policies, that of half the trainer's temperature changed by 0.12, that of 0.7 times by 0.04."""
@@ -63,8 +62,8 @@ class SignatureBounds:
     largest_share: float = 0.01
     """Share of the tokens, those with the largest gap, that concentration looks at."""
     concentration: float = 0.9
-    """The share of the squared gap that these tokens have if a few of them make it; rounding alone reaches 0.6
-    in the first steps."""
+    """Share of the squared gap above which these tokens make it; rounding alone reaches 0.6 in the first
+    steps."""
     few_tokens: float = 0.98
     """That share from which on few tokens alone make the gap. Rounding reached 0.94 in two steps in a row,
     where a policy was certain of most tokens."""

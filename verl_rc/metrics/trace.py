@@ -36,8 +36,8 @@ class Trace:
                 self._file = None
 
     def span(self, process: str, activity: str, begin: float, end: float, **facts: Any) -> None:
-        """Write that ``process`` did ``activity`` from ``begin`` to ``end``, seconds since 1970 by the clock of
-        its own host.
+        """Write that ``process`` did ``activity`` from ``begin`` to ``end``, seconds since 1970 by its own
+        host's clock.
 
         ``facts``: anything else of the span. A call of a process has ``sent`` and ``received``, by the
         driver's clock, from which the reader finds how far the host's clock is off.
