@@ -85,8 +85,8 @@ class AsyncTrainingConfig(StrictModel):
 
     @property
     def cuts(self) -> bool:
-        """Whether a publication finds running responses and cuts them: without a lead all that was admitted
-        is trained on."""
+        """Whether a publication cuts running responses. Without a lead there are none: every admitted group is
+        trained on before."""
         return self.on_update != "finish"
 
     @property
@@ -103,21 +103,21 @@ class AsyncTrainingConfig(StrictModel):
 
     @property
     def keeps_ages(self) -> bool:
-        """Whether nothing can grow older than k publications: in order of admission, and where responses end
-        before the next publication, after which the oldest version goes first."""
+        """Whether no group can grow older than k publications. So it is in the order of admission, and where
+        responses end before the next publication, because the oldest version is then trained on first."""
         return self.resolved_order == "admitted" or not self.cuts
 
     @property
     def oldest(self) -> int:
-        """Steps that a token may be old at most when it is trained on: ⌈M (1 + K)⌉ − 1, of k where that keeps
-        itself."""
+        """The largest age in steps of a token that is trained on: ⌈M (1 + K)⌉ − 1, with k for K where
+        ``keeps_ages``."""
         bound = self.staleness if self.keeps_ages else self.hard_bound
         return math.ceil(self.trigger_parameter_sync_step * (1 + bound)) - 1
 
     @property
     def usual_age(self) -> int:
-        """Steps that a token is old at least, once generation is as far ahead as it may be and every response
-        is whole: ⌊M k⌋."""
+        """The smallest age in steps of a token that is trained on, once generation is as far ahead as it may
+        be and no response is cut: ⌊M k⌋."""
         return math.floor(self.trigger_parameter_sync_step * self.staleness)
 
     def rounded_to_publications(self, steps: int) -> int:
@@ -154,8 +154,8 @@ _CUT_RESPONSE_KEYS = ("deterministic_steps", "kv_cache_on_update")
 
 
 def unread_keys(options: AsyncTrainingConfig) -> Iterator[tuple[Sequence[str], str, str]]:
-    """Keys of this section that nothing reads beside the others, why, and what to do where one of them was
-    set; empty: it may be set all the same."""
+    """Yield keys of this section that have no effect beside the others, the reason, and what to do where one
+    of them was set; an empty text: it may be set."""
     ahead = f"{SECTION}.staleness_threshold={options.staleness_threshold:g}"
     if options.is_synchronous:
         reason = f"in a synchronous run ({ahead} and trigger_parameter_sync_step=1)"
