@@ -85,8 +85,8 @@ class AsyncTrainingConfig(StrictModel):
 
     @property
     def cuts(self) -> bool:
-        """Whether a publication cuts running responses. Without a lead there are none: every admitted group is
-        trained on before."""
+        """Whether a publication cuts running responses. Without a lead there are none: every admitted group
+        is trained on before."""
         return self.on_update != "finish"
 
     @property
