@@ -2,15 +2,17 @@
 
 import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import starmap
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
+from documents.markdown import table
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, AGGREGATIONS, POLICY_LOSSES
+from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, AGGREGATIONS, POLICY_LOSSES, LossSpec
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import followed_key, section_of
@@ -29,10 +31,7 @@ Every key of `python -m verl_rc.main_ppo key=value …`, with its default.
 
 A group sets several keys at once. These come with the package:
 
-| group | choices |
-|---|---|
 {groups}
-
 ```bash
 python -m verl_rc.main_ppo task=digits hardware=cpu correction=decoupled_seq_is trainer.seed=2
 verl-rc explain task=math hardware=8gpu model=qwen3_8b correction=decoupled_token_is
@@ -90,22 +89,21 @@ def sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, ty
 
 def render() -> str:
     """The whole page."""
-    own = ", ".join(f"`{section}`" for section in OWN_SECTIONS)
-    losses = ", ".join(f"`{loss}`" for loss in OWN_LOSSES)
     names = (
         "Keys that verl has too have verl's names, but for "
         "[those that moved](migration_from_verl.md#keys-by-another-name). verl lacks the sections "
-        f"{own}, the options of the losses {losses}, and single keys of other sections."
+        f"{_listed(OWN_SECTIONS)}, the options of the losses {_listed(OWN_LOSSES)}, and single keys "
+        "of other sections."
     )
-    parts = [_HEAD.format(groups="\n".join(_groups()), names=_filled(names))]
+    parts = [_HEAD.format(groups=table(("group", "choices"), _groups()), names=_filled(names))]
     for name, model in sections(RunConfig):
-        parts.append(f"\n## {name}\n\n| key | default | meaning |\n|---|---|---|")
-        for leaf, field in model.model_fields.items():
-            if section_of(field.annotation) is not None:
-                continue
-            default = "required" if field.is_required() else f"`{field.default!r}`"
-            parts.append(f"| `{leaf}` | {default} | {_meaning(field).replace('|', chr(92) + '|')} |")
-    return "\n".join([*parts, *_algorithms()]) + "\n"
+        leaves = (
+            (f"`{leaf}`", "required" if field.is_required() else f"`{field.default!r}`", _meaning(field))
+            for leaf, field in model.model_fields.items()
+            if section_of(field.annotation) is None
+        )
+        parts.append(f"\n## {name}\n\n{table(('key', 'default', 'meaning'), leaves)}")
+    return "".join([*parts, *_algorithms()])
 
 
 def _filled(text: str) -> str:
@@ -117,38 +115,45 @@ def _algorithms() -> Iterator[str]:
     """Tables of losses, averages and estimators."""
     yield (
         "\n## Policy losses\n\nThe loss of a token (of a row for `geo_mean`); sg[…] is a constant of the "
-        "gradient."
+        "gradient.\n`verl-rc explain` prints the whole objective with the meaning of every symbol.\n\n"
     )
-    yield "`verl-rc explain` prints the whole objective with the meaning of every symbol.\n"
-    yield "| `loss_mode` | loss | options | source |\n|---|---|---|---|"
-    for name, loss in POLICY_LOSSES.items():
-        options = ", ".join(f"`{option.key}`" for option in loss.options)
-        mode = f"`{name}`" if loss.is_loss_mode else f"(`loss_type={name}`)"
-        average = f", averaged `{loss.aggregation}`" if loss.aggregation else ""
-        yield _row(mode, f"{loss.title}: {loss.formula}{average}", options, loss.source)
-    yield "\n## Averages of token losses\n\n| `loss_agg_mode` | average | source |\n|---|---|---|"
-    for name, average_spec in AGGREGATIONS.items():
-        divisors = average_spec.divisors.format(counted="response tokens", factor="`loss_scale_factor`")
-        yield _row(f"`{name}`", f"{average_spec.average_of('l')}; {divisors}", average_spec.source)
+    yield table(("`loss_mode`", "loss", "options", "source"), starmap(_loss_cells, POLICY_LOSSES.items()))
+    averages = (
+        (
+            f"`{name}`",
+            f"{spec.average_of('l')}; "
+            + spec.divisors.format(counted="response tokens", factor="`loss_scale_factor`"),
+            spec.source,
+        )
+        for name, spec in AGGREGATIONS.items()
+    )
+    yield "\n## Averages of token losses\n\n" + table(("`loss_agg_mode`", "average", "source"), averages)
     yield (
         "\n## Advantage estimators\n\nA of a token; s is the row's score, g its group: the rows that answer "
-        "one prompt.\n"
+        "one prompt.\n\n"
     )
-    yield "| `adv_estimator` | A | reads beside rewards | options | source |\n|---|---|---|---|---|"
-    for name, estimator in ADVANTAGE_ESTIMATORS.items():
-        what = (
-            f"the same as `{estimator.same_as}`"
-            if estimator.same_as
-            else f"{estimator.title}: {estimator.formula}"
+    estimators = (
+        (
+            f"`{name}`",
+            f"the same as `{spec.same_as}`" if spec.same_as else f"{spec.title}: {spec.formula}",
+            _listed(spec.inputs),
+            _listed(spec.options),
+            spec.source,
         )
-        lists = [
-            ", ".join(f"`{entry}`" for entry in entries) for entries in (estimator.inputs, estimator.options)
-        ]
-        yield _row(f"`{name}`", what, *lists, estimator.source)
+        for name, spec in ADVANTAGE_ESTIMATORS.items()
+    )
+    yield table(("`adv_estimator`", "A", "reads beside rewards", "options", "source"), estimators)
 
 
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def _loss_cells(name: str, loss: LossSpec) -> tuple[str, ...]:
+    mode = f"`{name}`" if loss.is_loss_mode else f"(`loss_type={name}`)"
+    average = f", averaged `{loss.aggregation}`" if loss.aggregation else ""
+    options = _listed(option.key for option in loss.options)
+    return mode, f"{loss.title}: {loss.formula}{average}", options, loss.source
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def render_reference() -> str:
@@ -156,10 +161,10 @@ def render_reference() -> str:
     return "\n".join([_REFERENCE_HEAD, *_section_in_yaml(RunConfig, "")]) + "\n"
 
 
-def _groups() -> Iterator[str]:
+def _groups() -> Iterator[tuple[str, str]]:
     for folder in sorted(path for path in _CONFIGS.iterdir() if path.is_dir()):
-        yield f"| `{folder.name}` | {', '.join(f'`{file.stem}`' for file in sorted(folder.glob('*.yaml')))} |"
-    yield "| `correction` | every preset: [presets.md](presets.md) |"
+        yield f"`{folder.name}`", _listed(file.stem for file in sorted(folder.glob("*.yaml")))
+    yield "`correction`", "every preset: [presets.md](presets.md)"
 
 
 def _section_in_yaml(model: type[BaseModel], indent: str) -> Iterator[str]:

@@ -1,8 +1,10 @@
 """docs/migration_from_verl.md, from the tables of translations."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from textwrap import fill
+
+from documents.markdown import table
 
 from verl_rc.config.run import FOLLOWED_KEYS, RunConfig
 from verl_rc.config.schema import fields_of
@@ -14,9 +16,9 @@ from verl_rc.config.verl.refused import REFUSALS, REFUSED_VALUES, RENAMED, Refus
 _HEAD = """\
 # Coming from verl
 
-An override taken from a verl recipe for FSDP and vLLM means here what it means there, or is refused
-at the start with what to write instead. One that another key turns off is refused as well, or
-listed by `verl-rc explain`. The tools:
+An override from a verl recipe for FSDP and vLLM has the same meaning here, or the run refuses it at
+the start and says what to write instead. An override that another key turns off is refused too, or
+`verl-rc explain` lists it. The tools:
 
 ```bash
 verl-rc migrate --recipe verl_run.sh > recipe.sh                # a shell script of any release as a recipe that runs, with notes
@@ -25,17 +27,20 @@ verl-rc explain recipes/quickstart_digits_cpu.sh trainer.seed=2  # what a config
 verl-rc presets                                                  # presets by every name they have had
 ```
 
-`verl-rc migrate` runs the script in a shell for the values of its variables: every program that it
-calls by its name, Python among them, does nothing there. `verl-rc explain recipe.sh` and
+`verl-rc migrate` runs the script in a shell to learn the values of its variables. No program that
+the script calls by name, Python among them, does anything there. `verl-rc explain recipe.sh` and
 `verl-rc doctor recipe.sh` read recipes the same way.
 
-A refused key ends the run with exit code 2 before anything starts; the message holds the line to
-write. `+key=value` of verl recipes is taken as `key=value` where the key is known. A key that is
-not given has verl's default, with [a few exceptions](#same-key-another-default). Column names of
-data files, names of metrics (`rollout_corr/*`, `actor/*`, `critic/*`, `timing_s/*`) and the
-signature of reward functions are verl's; its `actor/perf/*` memory is `perf/*` here, as it was in
-earlier releases. Some metrics keep their name with another meaning, `rollout_corr/rollout_is_max`
-of row weights among them: [rollout_correction.md](rollout_correction.md#coming-from-verl).
+- **Refused keys** end the run with exit code 2 before anything starts. The message says what to
+  write instead.
+- **`+key=value`** means `key=value` where the key is known.
+- **Keys that are not given** have verl's defaults, with
+  [a few exceptions](#same-key-another-default).
+- **Data files and reward functions** have verl's column names and signature.
+- **Metrics** have verl's names (`rollout_corr/*`, `actor/*`, `critic/*`, `timing_s/*`). verl's
+  memory metrics `actor/perf/*` are `perf/*` here, as they were in its earlier releases. Some
+  metrics have verl's name and another meaning:
+  [rollout_correction.md](rollout_correction.md#coming-from-verl) lists them.
 
 `python -m scripts.documents` writes this page from the tables of refused and renamed keys in
 `verl_rc/config/verl`, and by translating the examples below.
@@ -73,6 +78,14 @@ SAME_KEYS: Mapping[str, tuple[str, str]] = {
     "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side": (
         "the side that is cut; before May 2026 (pull request 6313) the side that was kept",
         "the side that is cut; with `middle`, an odd limit keeps one character more of the beginning",
+    ),
+    "trainer.val_before_train": (
+        "validates before the first step, of a resumed run too",
+        "validates before step 1; a resumed run validates next at a multiple of `trainer.test_freq`",
+    ),
+    "trainer.val_only": (
+        "without effect unless `trainer.val_before_train=True`",
+        "validates and ends the run, whatever `trainer.val_before_train` says",
     ),
     "algorithm.adv_estimator": (
         "in a group of one sample, `opo` gives it its score, and `grpo_passk` raises",
@@ -146,9 +159,10 @@ OTHER_DEFAULTS: Mapping[str, tuple[object, str]] = {
 _REFUSED_HEAD = """
 ## Keys that are refused
 
-What a run says when one of these keys, or a key below it, is given. A value in the last column says
-what happens here anyway: the key is then dropped. "Of" a switch means that the section may be
-written out as long as its switch has that value.
+A run is refused when it gives one of these keys, or a key below it. The second column is what the
+message says. The last column lists values that are accepted, because they ask for what happens here
+anyway; the key then has no effect. "`False` of `KEY`" means that the whole section is accepted
+while `KEY` is `False`.
 """
 
 _SECTIONS: Mapping[str, tuple[str, ...]] = {
@@ -260,23 +274,26 @@ def render() -> str:
 
 def _moved() -> str:
     values = {
-        f"{key}={_shown(value)}": f"{key}={_shown(here)}"
-        for (key, value), here in VALUE_NAMES.items()
-        if value != here
+        f"{key}={_override_value(value)}": f"{key}={_override_value(translation)}"
+        for (key, value), translation in VALUE_NAMES.items()
+        if value != translation
     }
     agreements = ((f"`{key}`", agreement.instead) for key, agreement in AGREEMENTS.items())
     return (
         "\n## Keys by another name\n\nTheir values are taken over:\n\n"
-        + _table(("verl", "here"), ((f"`{key}`", f"`{here}`") for key, here in (MOVED | values).items()))
+        + table(("verl", "here"), ((f"`{key}`", f"`{new_key}`") for key, new_key in (MOVED | values).items()))
         + "\nThese belong to verl's recipes for asynchronous training:\n\n"
-        + _table(("verl", "here"), ((f"`{key}`", here) for key, here in WRITTEN_HERE.items()))
+        + table(("verl", "here"), ((f"`{key}`", replacement) for key, replacement in WRITTEN_HERE.items()))
         + "\nThese belong to tools, interactions and agent loops, where one of their files is given\n"
         + "([environments.md](environments.md#coming-from-verl)):\n\n"
-        + _table(("verl", "here"), ((f"`{key}`", here) for key, here in environments.WRITTEN_HERE.items()))
+        + table(
+            ("verl", "here"),
+            ((f"`{key}`", replacement) for key, replacement in environments.WRITTEN_HERE.items()),
+        )
         + "\nThese must be written as they are called here, because verl itself may ignore them:\n\n"
-        + _table(("verl", "write"), ((f"`{key}`", f"`{here}`") for key, here in sorted(RENAMED.items())))
-        + "\nThese may be given as long as they say what another key says:\n\n"
-        + _table(("verl", "what must hold"), agreements)
+        + table(("verl", "write"), ((f"`{key}`", f"`{new_key}`") for key, new_key in sorted(RENAMED.items())))
+        + "\nThese are accepted if they agree with another key:\n\n"
+        + table(("verl", "what must hold"), agreements)
     )
 
 
@@ -290,12 +307,12 @@ def _refused() -> str:
     parts = [_REFUSED_HEAD]
     for section, rows in keys_by_row.items():
         cells = ((_listed(keys), reason, accepted) for (reason, accepted), keys in rows.items())
-        parts.append(f"\n### {section}\n\n" + _table(("verl", "why, and what instead", "accepted"), cells))
+        parts.append(f"\n### {section}\n\n" + table(("verl", "why, and what instead", "accepted"), cells))
     values: dict[str, list[str]] = defaultdict(list)
     for (key, value), reason in REFUSED_VALUES.items():
         values[reason].append(f"{key}={value}")
     rows_of_values = ((_listed(overrides), reason) for reason, overrides in values.items())
-    return "".join([*parts, "\n### Values\n\n", _table(("verl", "why, and what instead"), rows_of_values)])
+    return "".join([*parts, "\n### Values\n\n", table(("verl", "why, and what instead"), rows_of_values)])
 
 
 def _section_of(key: str) -> str:
@@ -308,59 +325,59 @@ def _listed(keys: Iterable[str]) -> str:
 
 def _accepted(refusal: Refusal) -> str:
     """Values that are accepted for a refused key, in the syntax of overrides."""
-    words = ", ".join(f"`{_shown(value)}`" for value in refusal.accepted)
+    words = ", ".join(f"`{_override_value(value)}`" for value in refusal.accepted)
     return f"{words} of `{refusal.switch}`" if refusal.switch and words else words
 
 
-def _shown(value: object) -> str:
+def _override_value(value: object) -> str:
     """A value in the syntax of overrides."""
     return "null" if value is None else "''" if value == "" else str(value)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |\n" for line in lines)
-
-
 def _same_keys() -> str:
-    rows = ((f"`{key}`", there, here) for key, (there, here) in SAME_KEYS.items())
-    return "\n## Same key, another meaning\n\n" + _table(("key", "in verl", "here"), rows)
+    rows = ((f"`{key}`", verl_meaning, meaning) for key, (verl_meaning, meaning) in SAME_KEYS.items())
+    return "\n## Same key, another meaning\n\n" + table(("key", "in verl", "here"), rows)
 
 
 def _defaults() -> str:
     """The table of other defaults; keys with the same defaults for the same reason share a row."""
     keys_by_row: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for key, (there, why) in OTHER_DEFAULTS.items():
-        keys_by_row[f"`{_shown(there)}`", _default_here(key), why].append(key)
-    rows = ((_listed(keys), there, here, why) for (there, here, why), keys in keys_by_row.items())
+    for key, (verl_default, reason) in OTHER_DEFAULTS.items():
+        keys_by_row[f"`{_override_value(verl_default)}`", _own_default(key), reason].append(key)
+    rows = ((_listed(keys), *defaults_and_reason) for defaults_and_reason, keys in keys_by_row.items())
     return (
-        "\n## Same key, another default\n\nWhat a run takes for a key that is not given, in verl 0.9.1 and "
+        "\n## Same key, another default\n\nThe value of a key that is not given, in verl 0.9.1 and "
         "here. All other shared keys have the\nsame default, or follow the same key.\n\n"
-        + _table(("key", "in verl", "here", "why"), rows)
+        + table(("key", "in verl", "here", "why"), rows)
     )
 
 
-def _default_here(key: str) -> str:
+def _own_default(key: str) -> str:
     field = fields_of(RunConfig)[key]
     if field.is_required():
         return "must be given"
-    return f"that of `{FOLLOWED_KEYS[key]}`" if key in FOLLOWED_KEYS else f"`{_shown(field.default)}`"
+    return (
+        f"that of `{FOLLOWED_KEYS[key]}`" if key in FOLLOWED_KEYS else f"`{_override_value(field.default)}`"
+    )
 
 
 def _rewards_and_tools() -> str:
-    rows = ((name, there, here) for name, (there, here) in REWARDS_AND_TOOLS.items())
-    return "\n## Rewards and tools\n\n" + _table(("what", "in verl", "here"), rows)
+    rows = (
+        (name, verl_behaviour, behaviour) for name, (verl_behaviour, behaviour) in REWARDS_AND_TOOLS.items()
+    )
+    return "\n## Rewards and tools\n\n" + table(("what", "in verl", "here"), rows)
 
 
 def _correction() -> str:
     parts = [_CORRECTION_HEAD]
     for release, settings in CORRECTION_EXAMPLES.items():
         migration = migrate(settings)
-        given, made = "\n".join(settings), "\n".join(migration.overrides) or "(nothing)"
+        verl_overrides, overrides = "\n".join(settings), "\n".join(migration.overrides) or "(nothing)"
         notes = "".join(
             f"{fill(note, 100, initial_indent='- ', subsequent_indent='  ')}\n" for note in migration.notes
         )
         parts.append(
-            f"\n### {release}\n\n```text\n{given}\n```\n\nbecomes\n\n```text\n{made}\n```\n\n{notes}"
+            f"\n### {release}\n\n```text\n{verl_overrides}\n```\n\nbecomes\n\n```text\n{overrides}\n```\n\n"
+            f"{notes}"
         )
     return "".join(parts)

@@ -3,23 +3,27 @@ charts."""
 
 import textwrap
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
+from documents.markdown import table
 from planted_faults.alarm_counts import read_sums, table_of
 
 from verl_rc.bench.exact import CONDITIONS
 from verl_rc.bench.results import read_results
 from verl_rc.bench.standing import EQUAL, Result, known_methods
+from verl_rc.config.algorithms import POLICY_LOSSES
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
 from verl_rc.data.token_record import FIELDS, REQUIRED
 from verl_rc.health.cause import Cause
 from verl_rc.health.cause_table import INVARIANTS, RUN_CAUSES
 from verl_rc.health.signature_causes import SIGNATURE_CAUSES
+from verl_rc.metrics.bounds import LOG_RATIO_BOUND
 from verl_rc.metrics.catalog import SECTIONS
-from verl_rc.metrics.catalog.rollout_corr import SYMBOLS
-from verl_rc.metrics.catalog.spec import MetricSpec
+from verl_rc.metrics.catalog.symbols import SYMBOLS
 from verl_rc.metrics.panels import PANELS
 from verl_rc.study.bench import all_scores
+from verl_rc.study.standing import Score
 from verl_rc.study.tracks import SEEDS, TRACKS
 
 EXACT = Path(__file__).parents[2] / "docs" / "bench" / "exact.json"
@@ -29,39 +33,59 @@ _METRICS_HEAD = """\
 Every number that a run reports, with its unit and formula. `python -m scripts.documents`
 writes this page from `verl_rc/metrics/catalog`; change an entry there.
 
-`{data_source}` stands for the name of a data source, `{n}` for a number, as of samples, other names
-in braces for one word. *Healthy* is where the number lies in most runs that go well; an empty cell
-means that no general statement is possible. Unit `1`: a ratio, a fraction or a count. Formulas are
-tested by worked values: `tests/unit/metrics/catalog/test_worked_values.py`.
+- *Name*: `{data_source}` stands for the name of a data source, `{n}` for a number, other names in
+  braces for one word. Formulas leave out the prefix of a name that is their own.
+- *Unit*: `1` is a ratio, a fraction or a count.
+- *How it is computed*: `a / b` counts a and b over the batch of one step, where nothing else is
+  said. `tests/unit/metrics/catalog/test_worked_values.py` has a worked value of every formula.
+- *Healthy*: where the number lies in most runs that go well; empty where no general statement is
+  possible.
+
+## Words and symbols
+
+[glossary.md](glossary.md) has the words that the whole project uses; the formulas of this page use
+these besides:
+
 """
 
 
 def metrics_page() -> str:
-    """docs/metrics.md: a table for each section of the catalogue, the first one behind its symbols."""
-    parts, legend = [_METRICS_HEAD], _legend()
-    for section, specs in SECTIONS.items():
-        parts.append(
-            f"\n## {section}\n\n{legend}| Name | Unit | How it is computed | Healthy | Reported by "
-            "|\n|---|---|---|---|---|\n"
-        )
-        legend = ""
-        parts += [_row(spec) for spec in specs]
-    return "".join(parts)
-
-
-def _legend() -> str:
-    lines = [
-        textwrap.fill(f"- {symbol}: {meaning}", 100, subsequent_indent="  ")
-        for symbol, meaning in SYMBOLS.items()
+    """docs/metrics.md: words and symbols, then a table for each section of the catalogue."""
+    parts = [
+        _METRICS_HEAD,
+        *(f"{_wrapped(f'- {symbol}: {meaning}')}\n" for symbol, meaning in SYMBOLS.items()),
     ]
-    return "\n".join(lines) + "\n\n"
-
-
-def _row(spec: MetricSpec) -> str:
-    return (
-        f"| `{spec.name}` | {spec.unit} | {_cell(spec.formula)} | {spec.healthy_in_words} | "
-        f"{spec.emitted_by} |\n"
+    for section, specs in SECTIONS.items():
+        rows = ((f"`{spec.name}`", spec.unit, spec.formula, spec.healthy_in_words) for spec in specs)
+        parts += [f"\n## {section}\n\n", table(("Name", "Unit", "How it is computed", "Healthy"), rows)]
+    clipping = (
+        (f"`{name}`", loss.clipped or "", loss.clipped_lower or "", _PPO_KL[loss.ppo_kl])
+        for name, loss in POLICY_LOSSES.items()
     )
+    head = ("loss", "`actor/pg_clipfrac`", "`actor/pg_clipfrac_lower`", "`actor/ppo_kl`")
+    return "".join((*parts, _CLIPPING_HEAD, table(head, clipping)))
+
+
+_CLIPPING_HEAD = """
+## Clipping by policy loss
+
+The tokens that `actor/pg_clipfrac` and `actor/pg_clipfrac_lower` count, and what `actor/ppo_kl`
+averages; empty: the metric is not reported. r: exp(current − old log-prob) of a token; s: the
+ratio of its sequence, as the loss defines it; π, π_old: probability of the token under the current
+and the old policy; ε_low, ε_high, c: `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_c` of
+`actor_rollout_ref.actor`; low, high: `actor/ratio_low`, `actor/ratio_high`.
+
+"""
+_PPO_KL = {
+    "clamped": f"old − current log-prob, clamped to ±{LOG_RATIO_BOUND:g} nats",
+    "whole": "old − current log-prob",
+    "distance": "|old − current log-prob|",
+    "none": "",
+}
+
+
+def _wrapped(item: str) -> str:
+    return textwrap.fill(item, 100, subsequent_indent="  ")
 
 
 _PRESETS_HEAD = """\
@@ -76,17 +100,16 @@ the same list. `python -m scripts.documents` writes this page from `PRESETS` in 
 `decoupled_token_is` (long responses), `decoupled_seq_is` (short ones), or `bypass_ppo_clip` (no
 forward pass for old log-probs).
 
-| preset | what it does | fields | the name comes from |
-|---|---|---|---|
 """
 
 
 def presets_page() -> str:
     """docs/presets.md: one table, in the order of the presets."""
-    return _PRESETS_HEAD + "".join(
-        f"| `{name}` | {_cell(preset.summary)} | {effective_overrides(name)} | {preset.origin} |\n"
+    rows = (
+        (f"`{name}`", preset.summary, effective_overrides(name), preset.origin)
         for name, preset in PRESETS.items()
     )
+    return _PRESETS_HEAD + table(("preset", "what it does", "fields", "the name comes from"), rows)
 
 
 def effective_overrides(name: str) -> str:
@@ -95,14 +118,10 @@ def effective_overrides(name: str) -> str:
     return f"`{' '.join(f'{field}={value}' for field, value in decided.items())}`" if decided else "none"
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", r"\|")
-
-
 def exact_track_table() -> str:
-    """Every kept result of the exact track, in docs/leaderboard.md."""
-    kept = read_results(EXACT)
-    results = sorted((Result.from_json(*entry) for entry in kept.items()), key=lambda result: result.error)
+    """Every stored result of the exact track, in docs/leaderboard.md."""
+    entries = read_results(EXACT).items()
+    results = sorted((Result.from_json(*entry) for entry in entries), key=lambda result: result.error)
     conditions = list(CONDITIONS)
     head = [
         "place",
@@ -113,7 +132,7 @@ def exact_track_table() -> str:
         "frozen",
         "forwards",
     ]
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    rows = []
     place, error = 0, -1.0
     for count, result in enumerate(results, start=1):
         if result.error > error + EQUAL:
@@ -130,36 +149,41 @@ def exact_track_table() -> str:
             end,
             str(result.forwards),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "".join(f"{line}\n" for line in lines)
+        rows.append(cells)
+    return table(head, rows)
 
 
 def exact_track_origin() -> str:
-    """On what the kept results were computed, in docs/leaderboard.md."""
-    kept = read_results(EXACT).values()
+    """The machines and versions that computed the stored results, in docs/leaderboard.md."""
     origins = {
         (
             entry["machine"],
             *(f"{name} {version}" for name, version in entry["versions"].items()),
             entry["commit"],
         )
-        for entry in kept
+        for entry in read_results(EXACT).values()
     }
-    lines = (f"| {' | '.join(map(str, origin))} |\n" for origin in sorted(origins, key=str))
-    return "| machine | package | torch | Python | commit |\n|---|---|---|---|---|\n" + "".join(lines)
+    rows = (map(str, origin) for origin in sorted(origins, key=str))
+    return table(("machine", "package", "torch", "Python", "commit"), rows)
+
+
+@cache
+def track_scores(name: str) -> tuple[Score, ...]:
+    """The scores of a track, which several tables show: reading its runs takes seconds."""
+    return tuple(all_scores(name))
 
 
 def track_table(name: str) -> str:
-    """Every method whose runs on a track with engines are kept, in docs/leaderboard.md."""
+    """Every method whose runs on a track with engines are stored, in docs/leaderboard.md."""
     conditions = list(TRACKS[name].conditions)
     head = ["place", "method", "score", "90 % interval", "worst", *conditions, "forwards", "s a step"]
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    scores = sorted(all_scores(name), key=lambda score: -score.mean)
+    rows = []
+    scores = sorted(track_scores(name), key=lambda score: -score.mean)
     forwards = {method.name: method.forwards for method in known_methods()}
     for score in scores:
         low, high = score.interval
         cells = [
-            str(1 + sum(other.is_better_than(score) for other in scores)),
+            str(1 + sum(rival.is_better_than(score) for rival in scores)),
             f"`{score.method}`",
             f"{score.mean:.3f}",
             f"{low:.3f} to {high:.3f}",
@@ -168,17 +192,16 @@ def track_table(name: str) -> str:
             str(forwards.get(score.method, "—")),
             f"{score.seconds:.1f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.append(cells)
     machines, versions = (
         sorted({made_on[place] or "not recorded" for score in scores for made_on in score.made_on})
         for place in (0, 1)
     )
-    said = (
+    summary = (
         f"{len(scores)} methods, {len(scores) * len(conditions) * len(SEEDS)} runs. Machines: "
         f"{'; '.join(machines) or 'none'}. Versions: {'; '.join(versions) or 'none'}."
     )
-    lines += ["", *textwrap.wrap(said, 98)]
-    return "".join(f"{line}\n" for line in lines)
+    return f"{table(head, rows)}\n{textwrap.fill(summary, 98)}\n"
 
 
 def signature_causes_table() -> str:
@@ -194,8 +217,7 @@ def run_causes_table() -> str:
 
 def _causes(causes: Sequence[Cause]) -> str:
     rows = ((str(cause.row), cause.condition, cause.name, cause.next_test) for cause in causes)
-    cells = (" | ".join(map(_cell, row)) for row in rows)
-    return "| row | if | cause | do |\n|---|---|---|---|\n" + "".join(f"| {row} |\n" for row in cells)
+    return table(("row", "if", "cause", "do"), rows)
 
 
 def false_alarms_table() -> str:
@@ -206,23 +228,21 @@ def false_alarms_table() -> str:
 
 def fields_table() -> str:
     """The fields of a row in docs/token_record.md."""
-    lines = ["| field | type | what it is |\n|---|---|---|\n"]
+    rows = []
     for name, field in FIELDS.items():
         kind = "text" if field.dtype == "str" else {"bool": "0 or 1"}.get(field.dtype, field.dtype)
         needed = "required: " if name in REQUIRED else ""
-        lines.append(
-            f"| `{name}` | {kind}{' [R]' if field.is_of_tokens else ''} | {needed}{_cell(field.meaning)} |\n"
+        rows.append(
+            (f"`{name}`", f"{kind}{' [R]' if field.is_of_tokens else ''}", f"{needed}{field.meaning}")
         )
-    return "".join(lines)
+    return table(("field", "type", "what it is"), rows)
 
 
 def panels_table() -> str:
     """The charts of a workspace in docs/running.md."""
-    rows = []
-    for section, panels in PANELS.items():
-        for place, panel in enumerate(panels):
-            names = ", ".join(f"`{name}`" for name in panel.metrics)
-            rows.append(
-                f"| {section if place == 0 else ''} | {panel.title} | {names} |\n".replace("|  |", "| |")
-            )
-    return "| section | chart | metrics |\n|---|---|---|\n" + "".join(rows)
+    rows = (
+        (section if place == 0 else "", panel.title, ", ".join(f"`{name}`" for name in panel.metrics))
+        for section, panels in PANELS.items()
+        for place, panel in enumerate(panels)
+    )
+    return table(("section", "chart", "metrics"), rows)

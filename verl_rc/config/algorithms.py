@@ -136,9 +136,9 @@ class PolicyLossOptions(StrictModel):
             for name in ("ratio_lower_start", "ratio_lower_max", "ratio_upper_start", "ratio_upper_max")
         }
         if [*bounds.values()] != sorted(bounds.values()):
-            told = ", ".join(f"{name}={value:g}" for name, value in bounds.items())
+            assignments = ", ".join(f"{name}={value:g}" for name, value in bounds.items())
             raise ValueError(
-                f"actor_rollout_ref.actor.policy_loss: none of {told} must be below the one before"
+                f"actor_rollout_ref.actor.policy_loss: none of {assignments} must be below the one before"
             )
         return self
 
@@ -155,8 +155,8 @@ class LossOption:
     """Under ``actor_rollout_ref.actor``."""
     symbol: str
     """Its symbol in the formula."""
-    where: str = ""
-    """What it acts on, in words."""
+    condition: str = ""
+    """On which tokens it acts, in words; empty: on all."""
     is_required: bool = False
     """Losses that read it do not run without a value; all others refuse one."""
 
@@ -167,7 +167,7 @@ class LossOption:
 
     def in_words(self, actor: StrictModel) -> str:
         """Symbol, value and key."""
-        return f"{self.symbol} = {self.value(actor):g}{self.where and ' ' + self.where} ({self.key})"
+        return f"{self.symbol} = {self.value(actor):g}{self.condition and ' ' + self.condition} ({self.key})"
 
 
 @dataclass(frozen=True)
@@ -192,6 +192,10 @@ class LossSpec:
     """A row has one term and one weight, the geometric mean of its tokens' weights."""
     reads_mini_batch: bool = False
     """It depends on the whole mini-batch, whose tokens a pass without gradient looks at first."""
+    clipped: str | None = None
+    """The tokens that ``actor/pg_clipfrac`` counts; None: it is not reported."""
+    clipped_lower: str | None = None
+    """The tokens that ``actor/pg_clipfrac_lower`` counts; None: it is not reported."""
     ppo_kl: Literal["clamped", "whole", "distance", "none"] = "clamped"
     """What ``actor/ppo_kl`` averages: old − current log-prob, clamped to ±20 nats as in the ratio, or whole;
     its absolute value; or nothing."""
@@ -211,6 +215,8 @@ _K_NEG = LossOption("policy_loss.vespo_k_neg", "k", "elsewhere")
 _LAMBDA_NEG = LossOption("policy_loss.vespo_lambda_neg", "λ", "elsewhere")
 _SURROGATE = "max(−A r, −A clip(r, 1−ε_low, 1+ε_high))"
 
+_NO_TOKEN = "no token"
+
 POLICY_LOSSES: Mapping[str, LossSpec] = {
     "vanilla": LossSpec(
         title="PPO's clipped surrogate with dual clip",
@@ -220,6 +226,8 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         gradient_through="ratio",
         options=(_LOW, _HIGH, _CAP),
         only_negative=(_LOW, _CAP),
+        clipped="−A clip(r, 1−ε_low, 1+ε_high) > −A r",
+        clipped_lower="A < 0 and r > c",
     ),
     "gspo": LossSpec(
         title="Group sequence policy optimisation",
@@ -230,6 +238,8 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         options=(_LOW, _HIGH),
         only_negative=(_LOW,),
         ppo_kl="whole",
+        clipped="−A clip(s, 1−ε_low, 1+ε_high) > −A s",
+        clipped_lower=_NO_TOKEN,
     ),
     "luspo": LossSpec(
         title="Length-unbiased sequence policy optimisation",
@@ -241,6 +251,8 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         only_negative=(_LOW,),
         aggregation="seq-mean-token-sum",
         ppo_kl="whole",
+        clipped="−A clip(s, 1−ε_low, 1+ε_high) > −A s",
+        clipped_lower=_NO_TOKEN,
     ),
     "gpg": LossSpec(
         title="Group policy gradient",
@@ -257,6 +269,8 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         ratio="token",
         gradient_through="log_prob",
         options=(_LOW, _HIGH),
+        clipped="r < 1−ε_low or r > 1+ε_high",
+        clipped_lower=_NO_TOKEN,
     ),
     "geo_mean": LossSpec(
         title="Geometric-mean policy optimisation",
@@ -269,6 +283,8 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         only_negative=(_LOW,),
         aggregation="seq-mean-token-sum",
         is_per_row=True,
+        clipped="A > 0 and log r outside −ε_low to ε_high",
+        clipped_lower="A < 0 and log r outside −ε_low to ε_high",
     ),
     "sapo": LossSpec(
         title="Soft adaptive policy optimisation",
@@ -279,6 +295,8 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         options=(_TAU_POS, _TAU_NEG),
         only_negative=(_TAU_NEG,),
         aggregation="seq-mean-token-mean",
+        clipped=_NO_TOKEN,
+        clipped_lower=_NO_TOKEN,
     ),
     "clip_cov": LossSpec(
         title="Clip-Cov",
@@ -295,6 +313,7 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         ),
         only_negative=(_LOW,),
         reads_mini_batch=True,
+        clipped="tokens left out of the loss",
     ),
     "kl_cov": LossSpec(
         title="KL-Cov",
@@ -315,6 +334,8 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         gradient_through="log_prob",
         options=(_LOW, _HIGH, _CAP),
         only_negative=(_LOW,),
+        clipped="A > 0 and π − π_old > ε_high, or A ≤ 0 and π − π_old < −ε_low",
+        clipped_lower="other tokens with r > c",
     ),
     "dppo_kl": LossSpec(
         title="Divergence PPO with the binary KL divergence",
@@ -325,6 +346,9 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         gradient_through="log_prob",
         options=(_LOW, _HIGH, _CAP),
         only_negative=(_LOW,),
+        clipped="A > 0, π > π_old and KL > ε_high, or A ≤ 0, π < π_old and KL > ε_low; KL = binary KL of "
+        "π_old and π",
+        clipped_lower="other tokens with r > c",
     ),
     "m2po": LossSpec(
         title="Second-moment trust policy optimisation",
@@ -335,6 +359,7 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         gradient_through="ratio",
         options=(LossOption("policy_loss.m2_threshold", "τ"),),
         reads_mini_batch=True,
+        clipped="tokens left out of the loss",
     ),
     "bapo": LossSpec(
         title="Balanced policy optimisation with an adaptive clip",
@@ -354,6 +379,8 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         ),
         only_negative=(_CAP,),
         reads_mini_batch=True,
+        clipped="−A clip(r, low, high) > −A r",
+        clipped_lower="A < 0 and r > c",
     ),
     "prime_rl": LossSpec(
         title="The default loss of prime-rl",
@@ -364,6 +391,8 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         gradient_through="ratio",
         options=(_LOW, _HIGH, LossOption("policy_loss.kl_tau", "τ")),
         only_negative=(_LOW,),
+        clipped="A > 0 and π − π_old > ε_high, or A ≤ 0 and π − π_old < −ε_low",
+        clipped_lower=_NO_TOKEN,
     ),
     "aspo": LossSpec(
         title="Asymmetric importance sampling policy optimisation",
@@ -374,6 +403,8 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         gradient_through="log_prob",
         options=(_LOW, _HIGH, _CAP),
         only_negative=(_LOW,),
+        clipped="A > 0 and r > 1+ε_high, or A ≤ 0 and r < 1−ε_low",
+        clipped_lower="other tokens with 1/r > c where A > 0, r > c where A ≤ 0",
     ),
     "topr": LossSpec(
         title="Tapered off-policy REINFORCE",
@@ -381,6 +412,8 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         source="arXiv:2503.14286",
         ratio="product",
         gradient_through="log_prob",
+        clipped=_NO_TOKEN,
+        clipped_lower="A < 0 and s > 1",
     ),
     "vespo": LossSpec(
         title="Variational sequence-level soft policy optimisation",
@@ -395,6 +428,8 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
             _LAMBDA_NEG,
         ),
         only_negative=(_K_NEG, _LAMBDA_NEG),
+        clipped=_NO_TOKEN,
+        clipped_lower=_NO_TOKEN,
     ),
     "dro": LossSpec(
         title="Direct reward optimisation",

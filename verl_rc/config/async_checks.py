@@ -21,7 +21,7 @@ _CHOICES = {
 
 
 def check_async_training(config: RunConfig) -> Iterator[str]:
-    """What does not fit together, one sentence each."""
+    """Yield a sentence for each contradiction."""
     options = config.async_training
     yield from _batches(config)
     yield from _interpolation(config)
@@ -53,7 +53,7 @@ def _batches(config: RunConfig) -> Iterator[str]:
 
 def _surroundings(config: RunConfig) -> Iterator[str]:
     options, rollout = config.async_training, config.actor_rollout_ref.rollout
-    ahead, every = f"{options.staleness_threshold:g}", options.trigger_parameter_sync_step
+    ahead, interval = f"{options.staleness_threshold:g}", options.trigger_parameter_sync_step
     if options.staleness_threshold > 0 and config.actor_rollout_ref.hybrid_engine:
         yield (
             f"{SECTION}.staleness_threshold={ahead} needs engines that work while the trainer does, but "
@@ -62,15 +62,15 @@ def _surroundings(config: RunConfig) -> Iterator[str]:
         )
     if not _correction_is_chosen(config):
         yield (
-            f"{SECTION}.staleness_threshold={ahead} with trigger_parameter_sync_step={every} trains on "
+            f"{SECTION}.staleness_threshold={ahead} with trigger_parameter_sync_step={interval} trains on "
             "tokens of older weights, which needs a rollout correction, but none was chosen; pass "
             f"{_CORRECTION}.preset=decoupled_token_is, or preset=disabled to train uncorrected."
         )
-    if config.trainer.test_freq > 0 and config.trainer.test_freq % every:
+    if config.trainer.test_freq > 0 and config.trainer.test_freq % interval:
         yield (
-            f"trainer.test_freq must be a multiple of {SECTION}.trigger_parameter_sync_step={every}, "
+            f"trainer.test_freq must be a multiple of {SECTION}.trigger_parameter_sync_step={interval}, "
             f"because only a published version can be validated, got {config.trainer.test_freq}; for example "
-            f"{-(-config.trainer.test_freq // every) * every}."
+            f"{-(-config.trainer.test_freq // interval) * interval}."
         )
     most = options.max_concurrent_rollouts
     if most is not None and most > rollout.max_num_seqs and not rollout.converses:
@@ -90,24 +90,24 @@ def _correction_is_chosen(config: RunConfig) -> bool:
 
 
 def _fractions(options: AsyncTrainingConfig) -> Iterator[str]:
-    every, in_order = options.trigger_parameter_sync_step, options.resolved_order == "admitted"
-    if in_order and (every * options.staleness).denominator != 1:
+    interval, in_order = options.trigger_parameter_sync_step, options.resolved_order == "admitted"
+    if in_order and (interval * options.staleness).denominator != 1:
         yield (
             f"{SECTION}.staleness_threshold={options.staleness_threshold:g} with "
-            f"trigger_parameter_sync_step={every} is {float(every * options.staleness):g} steps, and "
+            f"trigger_parameter_sync_step={interval} is {float(interval * options.staleness):g} steps, and "
             "fractions of a step buy nothing in the order of admission, where a step waits for its last "
-            f"group; pass {_whole_steps(options.staleness, every):g}, or {SECTION}.order=ready."
+            f"group; pass {_whole_steps(options.staleness, interval):g}, or {SECTION}.order=ready."
         )
     if (
         options.max_off_policy_threshold is not None
         and not in_order
-        and (every * options.hard_bound).denominator != 1
+        and (interval * options.hard_bound).denominator != 1
     ):
         yield (
             f"{SECTION}.max_off_policy_threshold={options.max_off_policy_threshold:g} with "
-            f"trigger_parameter_sync_step={every} is {float(every * options.hard_bound):g} steps, and a "
-            "fraction of a step bounds nothing, because ages are whole steps; pass "
-            f"{_whole_steps(options.hard_bound, every, up=True):g}, which means the same."
+            f"trigger_parameter_sync_step={interval} is {float(interval * options.hard_bound):g} steps, and "
+            "a fraction of a step bounds nothing, because ages are whole steps; pass "
+            f"{_whole_steps(options.hard_bound, interval, up=True):g}, which means the same."
         )
 
 
@@ -208,7 +208,7 @@ def _staging(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _whole_steps(publications: Fraction, every: int, up: bool = False) -> float:
-    """``publications`` rounded so that they are whole steps."""
-    steps = every * publications
-    return float(Fraction(math.ceil(steps) if up else math.floor(steps), every))
+def _whole_steps(publications: Fraction, interval: int, up: bool = False) -> float:
+    """``publications``, one of which follows every ``interval`` steps, rounded to whole steps."""
+    steps = interval * publications
+    return float(Fraction(math.ceil(steps) if up else math.floor(steps), interval))

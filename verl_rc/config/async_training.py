@@ -85,8 +85,8 @@ class AsyncTrainingConfig(StrictModel):
 
     @property
     def cuts(self) -> bool:
-        """Whether a publication finds running responses and cuts them: without a lead all that was admitted
-        is trained on."""
+        """Whether a publication cuts running responses. Without a lead there are none: every admitted group
+        is trained on before."""
         return self.on_update != "finish"
 
     @property
@@ -103,21 +103,21 @@ class AsyncTrainingConfig(StrictModel):
 
     @property
     def keeps_ages(self) -> bool:
-        """Whether nothing can grow older than k publications: in order of admission, and where responses end
-        before the next publication, after which the oldest version goes first."""
+        """Whether no group can grow older than k publications. So it is in the order of admission, and where
+        responses end before the next publication, because the oldest version is then trained on first."""
         return self.resolved_order == "admitted" or not self.cuts
 
     @property
     def oldest(self) -> int:
-        """Steps that a token may be old at most when it is trained on: ⌈M (1 + K)⌉ − 1, of k where that keeps
-        itself."""
+        """The largest age in steps of a token that is trained on: ⌈M (1 + K)⌉ − 1, with k for K where
+        ``keeps_ages``."""
         bound = self.staleness if self.keeps_ages else self.hard_bound
         return math.ceil(self.trigger_parameter_sync_step * (1 + bound)) - 1
 
     @property
     def usual_age(self) -> int:
-        """Steps that a token is old at least, once generation is as far ahead as it may be and every response
-        is whole: ⌊M k⌋."""
+        """The smallest age in steps of a token that is trained on, once generation is as far ahead as it may
+        be and no response is cut: ⌊M k⌋."""
         return math.floor(self.trigger_parameter_sync_step * self.staleness)
 
     def rounded_to_publications(self, steps: int) -> int:
@@ -149,13 +149,13 @@ NEEDS_ASYNCHRONY = (
     "max_concurrent_rollouts",
 )
 """Keys that a synchronous run refuses unless they have their default."""
-_OF_AGES = ("max_off_policy_threshold", "max_off_policy_strategy")
-_OF_CUT_RESPONSES = ("deterministic_steps", "kv_cache_on_update")
+_AGE_KEYS = ("max_off_policy_threshold", "max_off_policy_strategy")
+_CUT_RESPONSE_KEYS = ("deterministic_steps", "kv_cache_on_update")
 
 
 def unread_keys(options: AsyncTrainingConfig) -> Iterator[tuple[Sequence[str], str, str]]:
-    """Keys of this section that nothing reads beside the others, why, and what to do where one of them was
-    set; empty: it may be set all the same."""
+    """Yield keys of this section that have no effect beside the others, the reason, and what to do where one
+    of them was set; an empty text: it may be set."""
     ahead = f"{SECTION}.staleness_threshold={options.staleness_threshold:g}"
     if options.is_synchronous:
         reason = f"in a synchronous run ({ahead} and trigger_parameter_sync_step=1)"
@@ -163,22 +163,22 @@ def unread_keys(options: AsyncTrainingConfig) -> Iterator[tuple[Sequence[str], s
         yield NEEDS_ASYNCHRONY, reason, "raise one of these, or drop it"
         return
     no_lead = f"without a lead ({ahead}): all that is admitted is trained on before the next publication"
-    whole = f"with {SECTION}.partial_rollout=False, where"
+    uncut = f"with {SECTION}.partial_rollout=False, where"
     if not options.staleness:
         yield ("partial_rollout",), no_lead, ""
     if not options.cuts:
-        cause = f"with {ahead}, where" if options.partial_rollout else whole
-        yield _OF_CUT_RESPONSES, f"{cause} weights never change under a response", "drop one of them"
+        cause = f"with {ahead}, where" if options.partial_rollout else uncut
+        yield _CUT_RESPONSE_KEYS, f"{cause} weights never change under a response", "drop one of them"
     if options.resolved_order == "admitted":
         reason = f"in the order of admission, in which nothing grows older than {ahead}"
-        yield _OF_AGES, reason, f"drop it, or pass {SECTION}.order=ready"
+        yield _AGE_KEYS, reason, f"drop it, or pass {SECTION}.order=ready"
     elif not options.staleness:
-        yield _OF_AGES, no_lead, "raise that, or drop it"
+        yield _AGE_KEYS, no_lead, "raise that, or drop it"
     elif not options.partial_rollout:
-        reason = f"{whole} all responses end before the next publication and nothing grows too old"
-        yield _OF_AGES, reason, "drop it"
+        reason = f"{uncut} all responses end before the next publication and nothing grows too old"
+        yield _AGE_KEYS, reason, "drop it"
     publishes_every_step = options.trigger_parameter_sync_step == 1
     if not options.partial_rollout and publishes_every_step and options.staleness.denominator == 1:
-        reason = f"{whole} all responses of a version end before the next: the oldest are the lowest numbers"
+        reason = f"{uncut} all responses of a version end before the next: the oldest are the lowest numbers"
         remedy = "pass order=admitted, or raise trigger_parameter_sync_step"
         yield ("order",), reason, remedy if options.order == "ready" else ""

@@ -405,9 +405,9 @@ def _conversations(config: RunConfig) -> Iterator[str]:
 
 def _engine(config: RunConfig) -> Iterator[str]:
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-    size, of_a_node = rollout.tensor_model_parallel_size, rollout.n_gpus_per_node
+    size, node_devices = rollout.tensor_model_parallel_size, rollout.n_gpus_per_node
     # An engine lies on one node, on a shared one beside whole ranks.
-    fits = of_a_node % size == 0 if config.actor_rollout_ref.hybrid_engine else of_a_node >= size
+    fits = node_devices % size == 0 if config.actor_rollout_ref.hybrid_engine else node_devices >= size
     if config.num_engine_devices % size:
         yield (
             "engine devices (rollout.nnodes x rollout.n_gpus_per_node = "
@@ -418,8 +418,8 @@ def _engine(config: RunConfig) -> Iterator[str]:
     elif not fits:
         yield (
             f"an engine lies on one node: actor_rollout_ref.rollout.tensor_model_parallel_size={size} must "
-            f"divide the {of_a_node} engine devices of a node (rollout.n_gpus_per_node, or "
-            f"trainer.n_gpus_per_node). Pass {_largest_divisor(of_a_node, size)}."
+            f"divide the {node_devices} engine devices of a node (rollout.n_gpus_per_node, or "
+            f"trainer.n_gpus_per_node). Pass {_largest_divisor(node_devices, size)}."
         )
     if model.adapter_rank > ENGINE_ADAPTER_RANKS[-1]:
         yield (

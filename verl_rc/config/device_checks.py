@@ -17,7 +17,7 @@ heads."""
 
 
 def check_device(config: RunConfig, device: str) -> Iterator[str]:
-    """What does not fit, one sentence each; of ``auto`` nothing is known yet."""
+    """Yield a sentence for each contradiction; none for the device ``auto``."""
     rollout = config.actor_rollout_ref.rollout
     if device == "cpu" and rollout.quantization in _UNUSABLE_QUANTIZATIONS:
         yield (

@@ -10,7 +10,7 @@ _ALONE = f"{_LOSS}.use_task_rewards=False"
 
 
 def check_distillation(config: RunConfig) -> Iterator[str]:
-    """What does not fit, one sentence each."""
+    """Yield a sentence for each contradiction."""
     distillation, policy_loss = config.distillation, config.actor_rollout_ref.actor.policy_loss
     if not distillation.enabled:
         return

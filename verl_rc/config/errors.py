@@ -33,24 +33,24 @@ _TYPO = 3
 count as two."""
 
 
-def nearest_key(name: str, known: Collection[str]) -> str:
-    """The known key that is most similar to ``name``, or several joined by "or" when they are equally
+def nearest_key(name: str, keys: Collection[str]) -> str:
+    """The key that is most similar to ``name``, or several joined by "or" when they are equally
     similar.
 
     Tried in this order: the only key that ends with ``name`` (its first sections are missing); keys that
     differ by a spelling mistake; keys with the same last part, because a wrong section is the most frequent
     mistake; all other keys.
     """
-    whole = [key for key in known if key.endswith(f".{name}")]
-    if len(whole) == 1:
-        return whole[0]
-    letters = {key: _different_letters(key, name) for key in known if abs(len(key) - len(name)) <= _TYPO}
+    completed = [key for key in keys if key.endswith(f".{name}")]
+    if len(completed) == 1:
+        return completed[0]
+    letters = {key: _different_letters(key, name) for key in keys if abs(len(key) - len(name)) <= _TYPO}
     fewest = min(letters.values(), default=math.inf)
     if fewest <= _TYPO:
         return " or ".join(key for key, number in letters.items() if number == fewest)
     *sections, leaf = name.split(".")
-    same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf]
-    ordered = sorted(same_leaf or known, key=lambda key: -difflib.SequenceMatcher(None, name, key).ratio())
+    same_leaf = [key for key in keys if key.rsplit(".", 1)[-1] == leaf]
+    ordered = sorted(same_leaf or keys, key=lambda key: -difflib.SequenceMatcher(None, name, key).ratio())
     has_section = bool(set(sections) & set(ordered[0].split(".")[:-1]))
     return " or ".join(ordered[: 2 if same_leaf and not has_section else 1])
 

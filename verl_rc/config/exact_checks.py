@@ -10,7 +10,7 @@ _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
 
 def check_exact_mode(config: RunConfig) -> Iterator[str]:
-    """What does not fit, one sentence each."""
+    """Yield a sentence for each contradiction."""
     if not config.actor_rollout_ref.exact:
         return
     yield from _precisions(config)
@@ -39,8 +39,8 @@ def check_exact_mode(config: RunConfig) -> Iterator[str]:
         values["async_training.kv_cache_on_update"] = ("keep", "recompute")
     for key, (value, proven) in values.items():
         if value != proven:
-            shown = "null" if proven is None else proven
-            yield f"{_MODE} is not proven with {key}={value}; pass {key}={shown}, or drop exact."
+            text = "null" if proven is None else proven
+            yield f"{_MODE} is not proven with {key}={value}; pass {key}={text}, or drop exact."
 
 
 def _precisions(config: RunConfig) -> Iterator[str]:

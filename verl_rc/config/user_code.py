@@ -123,6 +123,6 @@ def load_from_file(path: str, name: str, key: str, noun: str, is_usable: Callabl
     module = load_user_module(path, f"{key}.path")
     value = getattr(module, name, None)
     if not is_usable(value):
-        there = sorted(name for name, value in vars(module).items() if is_usable(value))
-        raise ValueError(f"{key}.name must name a {noun} of {path}, got {name!r}; it has {there}.")
+        usable_names = sorted(name for name, value in vars(module).items() if is_usable(value))
+        raise ValueError(f"{key}.name must name a {noun} of {path}, got {name!r}; it has {usable_names}.")
     return value

@@ -147,26 +147,26 @@ def _moments(values: Sequence[float], probabilities: Sequence[float]) -> Moments
 def _winning_probability(counts: tuple[int, ...], candidate: int, draws: int) -> float:
     """Sum over the number of votes, ``top``, with which the candidate may win."""
     share = counts[candidate] / sum(counts)
-    others = [count / sum(counts) for count in counts[:candidate] + counts[candidate + 1 :]]
+    other_shares = [count / sum(counts) for count in counts[:candidate] + counts[candidate + 1 :]]
     return math.fsum(
-        math.comb(draws, top) * share**top * _tied_win_probability(others, top, draws - top)
+        math.comb(draws, top) * share**top * _tied_win_probability(other_shares, top, draws - top)
         for top in range(1, draws + 1)
-        if len(others) * top >= draws - top
+        if len(other_shares) * top >= draws - top
     )
 
 
-def _tied_win_probability(others: Sequence[float], top: int, draws: int) -> float:
-    """Probability that ``draws`` votes all fall on ``others`` (their shares) and none has more than ``top``
-    of them, with a weight of 1 / (1 + t) when t of them have ``top``.
+def _tied_win_probability(other_shares: Sequence[float], top: int, draws: int) -> float:
+    """Probability that ``draws`` votes all fall on the other answers and none of these gets more than
+    ``top``, with a weight of 1 / (1 + t) when t of them get ``top``.
 
     ``state[m, t]`` is the probability of m such votes on the answers seen so far, t of them with ``top``. One
     more answer of share p takes m votes to m + j with probability C(m + j, j) p^j: its j votes lie anywhere
-    among the others.
+    among the m earlier ones.
     """
     most_ties = draws // top
     state = np.zeros((draws + 1, most_ties + 1))
     state[0, 0] = 1.0
-    for share in others:
+    for share in other_shares:
         transition = _vote_transition(share, draws)
         following: NDArray[np.float64] = np.triu(transition, 1 - top) @ state
         if most_ties > 0:

@@ -15,15 +15,17 @@ class SignatureBounds:
     lags: tuple[int, ...] = (-2, -1, 0, 1, 2)
     """Positions between a token and the rollout log-prob that is compared with its own."""
     lag_distance: float = 0.05
-    """Mean distance of log-probs from which on a shift is looked for: nearly certain tokens are all alike."""
+    """A shift is looked for if the mean distance of log-probs is above this: the log-probs of nearly certain
+    tokens are all alike."""
     row_lag: float = 0.1
-    """Share of the distance without a shift, below which that with one shows that a single row is shifted."""
+    """A single row is shifted if a shift brings its mean distance below this share of that without a shift.
+    """
     shifted_rows: float = 0.01
-    """Share of the rows below which shifted ones are chance: 1 of 5,715 was, beside old weights."""
+    """Up to this share of the rows, shifted rows are chance: beside old weights, 1 of 5,715 rows was one."""
     chance: float = 1e-6
-    """Probability of equal samples in a step, up to which they are no chance."""
+    """Equal samples in a step are a fault if chance makes them with at most this probability."""
     head: int = 8
-    """Positions of a response that shifts and rounding are looked for in: they are everywhere if anywhere."""
+    """Shifts and rounding are looked for in so many first positions of a response: they would be in all."""
     rounded_bits: int = 13
     """Last bits of float32: all 0 in one of 8,192 numbers, and in all numbers that were float16 or bfloat16
     before."""
@@ -31,46 +33,49 @@ class SignatureBounds:
     position_edges: tuple[int, ...] = (16, 256)
     """Positions in the response at which the next bucket of logit noise begins."""
     z: float = 6.0
-    """Standard errors. A heavy tail alone reaches 3."""
+    """Standard errors from which on a deviation is no chance. A heavy tail alone reaches 3."""
     missing_mass: float = 1e-3
-    """Below this, rounding of float32 log-probs alone can be many standard errors from 0."""
+    """A smaller missing mass does not count: rounding of float32 alone can make it many standard errors."""
     temperature_z: float = 30.0
     temperature_slope: float = 0.003
     temperature_r2: float = 0.3
-    """A drifting policy sharpens too, but that explains 0.08 of the squared gap; 2 % of temperature beside
-    fp8 weights 0.3."""
+    """Share of the squared gap that a temperature must explain. A drifting policy sharpens too, which
+    explains 0.08; a temperature 2 % off beside fp8 weights explains 0.3."""
     raw_r2: float = 0.9
-    """A temperature on one side alone explains more than this; a banned token less, and a sampling filter
-    ``temperature_r2``."""
+    """Share of the squared gap above which the gap is that of a temperature in the log-probs of one side
+    alone. A banned token explains less; a sampling filter at most ``temperature_r2``."""
     largest_slope: float = 0.9
-    """Slope of a temperature of ten times the trainer's, at which nobody samples; log-probs of other tokens
-    have a slope of 1."""
+    """A slope of this or more is no temperature: it would be ten times the trainer's, at which nobody
+    samples. Log-probs of other tokens have a slope of 1."""
     steady_slope: float = 0.15
-    """Share of itself by which the slope of a temperature may move. Between flat and nearly certain policies
-    that of half the trainer's temperature moved by 0.12, that of 0.7 times by 0.04."""
+    """Share of itself by which the slope of a temperature may change over a run. Between flat and nearly
+    certain policies, that of half the trainer's temperature changed by 0.12, that of 0.7 times by 0.04."""
     bend: float = 0.02
-    """Share of the squared gap that its bend over log-probs explains, from which on it is no temperature's:
-    that of half the trainer's temperature explained 0.006, that of 0.7 or 2 times 0.0001."""
+    """If the bend of the gap over log-probs explains this share of the squared gap, no temperature makes the
+    gap. With half the trainer's temperature it explained 0.006, with 0.7 or 2 times 0.0001."""
     prefix_spread: float = 0.5
     """Up to this the gap counts as the same for all tokens behind a prefix. In planted runs noise had 0.87 to
     1.14, top-p 0.95 beside noise of bfloat16 0.22 to 0.31."""
     fewest_shared: int = 64
-    """Tokens behind shared prefixes, less the prefixes, below which no temperature is read from them."""
+    """Degrees of freedom (tokens behind shared prefixes − prefixes) that a temperature is read from at least.
+    """
     largest_share: float = 0.01
     """Share of the tokens, those with the largest gap, that concentration looks at."""
     concentration: float = 0.9
-    """Their share of the squared gap; rounding alone reaches 0.6 in the first steps."""
+    """Share of the squared gap above which these tokens make it; rounding alone reaches 0.6 in the first
+    steps."""
     few_tokens: float = 0.98
     """That share from which on few tokens alone make the gap. Rounding reached 0.94 in two steps in a row,
     where a policy was certain of most tokens."""
     floor_steps: int = 2
     """First steps of a run whose mean logit noise is its floor."""
     above_floor: float = 2.0
-    """A gap up to so many times the first one is rounding."""
+    """A gap of at most so many times that of the first steps is rounding."""
     part_share: float = 0.15
     """Share of the gap's variance from which on a part of it, found by replays, names a cause."""
     reproduced: float = 1e-3
-    """Up to so many nats apart, log-probs of the trainer count as the same: other batches round otherwise."""
+    """Log-probs of the trainer that differ by at most so many nats count as equal: other batches round
+    otherwise."""
     implausible_noise: float = 0.5
     """Logit noise that rounding makes in no precision in the first steps; with fp8 it can where a policy
     grows certain."""
@@ -82,18 +87,17 @@ class SignatureBounds:
     0.95 to 1.08 with every rate and engine tried, and 0 where each weight moved by less than half a number
     of fp8."""
     fewest_survivals: int = 3
-    """Steps in which it was measured, below which single steps may be chance."""
+    """Survival is judged from so many measured steps on: single steps may be chance."""
     engines: int = 16
-    """How many engines have a noise of their own; the last of them is counted together with all later ones.
-    """
+    """Number of engines whose noise is measured one by one; the last one stands for all later ones too."""
     engine_noise: float = 2.0
     """An engine is unlike the others when it has more than so many times their logit noise."""
     engine_z: float = 3.0
     """Standard errors by which its squared noise is above that. Few suffice: the gap of an engine with other
     weights varies."""
     far_above_floor: float = 4.0
-    """A gap above so many times the first one is a fault: the limit of ``sync_proof`` is calibrated by it,
-    too."""
+    """A gap of more than so many times that of the first steps is a fault. The limit of ``sync_proof`` is
+    calibrated by it too."""
 
 
 BOUNDS = SignatureBounds()

@@ -10,7 +10,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Mean(Generic[T]):
-    """``count`` values by their sum. Parts of a batch add up: ``mean = sum of totals / sum of counts``.
+    """The mean of ``count`` values as their sum and number. The means of parts of a batch merge:
+    ``mean = sum of totals / sum of counts``.
 
     ``T`` is a tensor, whose parts are float64 and detached, or a float.
     """
@@ -20,7 +21,7 @@ class Mean(Generic[T]):
 
     def __add__(self, other: Self) -> Self:
         """Merge two disjoint parts."""
-        parts: Any = ([getattr(one, field.name) for field in fields(self)] for one in (self, other))
+        parts: Any = ([getattr(part, field.name) for field in fields(self)] for part in (self, other))
         return type(self)(*(mine + theirs for mine, theirs in zip(*parts, strict=True)))
 
     @property
@@ -34,7 +35,7 @@ class Mean(Generic[T]):
 
 @dataclass(frozen=True)
 class Moments(Mean[T]):
-    """``count`` values by their sum and the sum of their squares; everything is 0 when there are none."""
+    """Mean and variance of ``count`` values, as their number, sum and sum of squares; 0 without values."""
 
     square: T
 
@@ -57,7 +58,8 @@ class Moments(Mean[T]):
 
 @dataclass(frozen=True)
 class Quotient(Generic[T]):
-    """``sum a / sum b`` over sequences, which are independent of each other as their tokens are not."""
+    """``sum a / sum b`` over sequences, with its standard error. Sequences are independent of each other; the
+    tokens of one sequence are not."""
 
     a: T
     b: T

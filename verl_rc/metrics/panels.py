@@ -21,32 +21,35 @@ PANELS: Mapping[str, Sequence[Panel]] = {
         Panel("reward", ("critic/score/mean",)),
         Panel("effective sample size", ("rollout_corr/rollout_is_eff_sample_size",)),
         Panel(
-            "noise on the logits, and that of the first steps",
+            "logit noise, and its floor in the first steps",
             ("rollout_corr/logit_noise", "rollout_corr/logit_noise_floor"),
         ),
-        Panel("missing mass in standard errors", ("rollout_corr/missing_mass_z",)),
-        Panel("rejected", ("rollout_corr/rollout_rs_masked_fraction",)),
-        Panel("seconds of a step", ("timing_s/step",)),
+        Panel("missing mass / its standard error", ("rollout_corr/missing_mass_z",)),
+        Panel("rejected tokens / response tokens", ("rollout_corr/rollout_rs_masked_fraction",)),
+        Panel("seconds per step", ("timing_s/step",)),
     ),
     "Learning": (
         Panel("validation", ("val-core/{data_source}/acc/mean@{n}",)),
         Panel("reward", ("critic/score/mean", "critic/score/min", "critic/score/max")),
-        Panel("length", ("response_length/mean", "response_length/clip_ratio")),
+        Panel("response length", ("response_length/mean", "response_length/clip_ratio")),
         Panel("entropy", ("actor/entropy", "actor/update_entropy")),
     ),
     "Update": (
         Panel("gradient", ("actor/grad_norm", "actor/nonfinite_gradients")),
         Panel("clipping", ("actor/pg_clipfrac", "actor/pg_clipfrac_lower")),
-        Panel("step in policy space", ("actor/ppo_kl", "actor/kl_loss")),
+        Panel("KL of the update", ("actor/ppo_kl", "actor/kl_loss")),
         Panel("loss and rate", ("actor/pg_loss", "actor/lr")),
         Panel("critic", ("critic/vf_explained_var", "critic/vf_loss", "critic/vf_clipfrac")),
     ),
     "Gap": (
-        Panel("divergence per token", ("rollout_corr/kl", "rollout_corr/k3_kl")),
-        Panel("what weights would make of it", ("rollout_corr/chi2_token", "rollout_corr/chi2_seq")),
-        Panel("probabilities", ("training/rollout_probs_diff_mean", "training/rollout_probs_diff_max")),
+        Panel("KL(rollout || train) per token", ("rollout_corr/kl", "rollout_corr/k3_kl")),
+        Panel("chi² of tokens and of sequences", ("rollout_corr/chi2_token", "rollout_corr/chi2_seq")),
         Panel(
-            "before the update, and the limit above which it is an alert",
+            "difference of probabilities",
+            ("training/rollout_probs_diff_mean", "training/rollout_probs_diff_max"),
+        ),
+        Panel(
+            "gap before the update, and the gap limit",
             ("sync/rollout_gap_mean", "sync/gap_limit"),
         ),
         Panel(
@@ -61,23 +64,23 @@ PANELS: Mapping[str, Sequence[Panel]] = {
             ("rollout_corr/rollout_is_mean", "rollout_corr/rollout_is_std", "rollout_corr/rollout_is_max"),
         ),
         Panel(
-            "at the thresholds",
+            "weights beyond the thresholds / weights",
             ("rollout_corr/rollout_is_ratio_fraction_high", "rollout_corr/rollout_is_ratio_fraction_low"),
         ),
         Panel("tail (full)", ("rollout_corr/rollout_is_pareto_k", "rollout_corr/rollout_is_p99")),
     ),
     "Rejection": (
         Panel(
-            "share of tokens and rows",
+            "rejected tokens and sequences / all",
             (
                 "rollout_corr/rollout_rs_masked_fraction",
                 "rollout_corr/rollout_rs_seq_masked_fraction",
                 "rollout_corr/rollout_rs_seq_rejected_fraction",
             ),
         ),
-        Panel("by rule", ("rollout_corr/rollout_rs_{rule}_masked_fraction",)),
+        Panel("rejected tokens / tokens, by rule", ("rollout_corr/rollout_rs_{rule}_masked_fraction",)),
         Panel(
-            "who (full)",
+            "kept tokens and scores, by correctness (full)",
             (
                 "rollout_corr/kept_fraction_correct",
                 "rollout_corr/kept_fraction_wrong",
@@ -88,7 +91,7 @@ PANELS: Mapping[str, Sequence[Panel]] = {
     ),
     "Faults": (
         Panel(
-            "these stay at 0",
+            "must stay at 0",
             (
                 "rollout_corr/nonfinite_token_fraction",
                 "rollout_corr/skipped_updates",
@@ -97,29 +100,29 @@ PANELS: Mapping[str, Sequence[Panel]] = {
             ),
         ),
         Panel(
-            "sampling filters not mirrored, shifted tokens (full)",
+            "test for sampling filters and shifted tokens (full)",
             ("rollout_corr/misalignment_z", "rollout_corr/misalignment_z_seq"),
         ),
     ),
     "Causes (full)": (
         Panel(
-            "noise on the logits, and that of the first steps",
+            "logit noise, and its floor in the first steps",
             ("rollout_corr/logit_noise", "rollout_corr/logit_noise_floor"),
         ),
         Panel("temperature", ("rollout_corr/temperature_slope", "rollout_corr/temperature_r2")),
         Panel(
-            "sampled as reported?",
+            "surprisal excess and missing mass",
             (
                 "rollout_corr/surprisal_excess",
                 "rollout_corr/surprisal_excess_bound",
                 "rollout_corr/missing_mass_z",
             ),
         ),
-        Panel("named", ("alerts/cause",)),
+        Panel("cause named by signatures", ("alerts/cause",)),
     ),
     "Speed": (
         Panel(
-            "seconds of a step",
+            "seconds per step",
             (
                 "timing_s/step",
                 "timing_s/gen",

@@ -71,7 +71,9 @@ def reduce_metrics(records: Iterable[Metric]) -> dict[str, float]:
 
 def _reduce_group(group: Sequence[Metric], reduction: Reduction) -> float | None:
     if reduction is Reduction.MEAN:
-        means = [one.value if isinstance(one.value, Mean) else Mean(one.value, 1.0) for one in group]
+        means = [
+            record.value if isinstance(record.value, Mean) else Mean(record.value, 1.0) for record in group
+        ]
         parts = [mean for mean in means if mean.count > 0]  # an empty micro-batch may report NaN
         count = math.fsum(mean.count for mean in parts)
         return _exact_sum([mean.total for mean in parts]) / count if parts else None

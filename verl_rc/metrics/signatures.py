@@ -89,15 +89,14 @@ def _engine_metrics(engines: Sequence[Quotient[float]]) -> dict[str, float]:
     metrics = {f"engine_{number}_logit_noise": math.sqrt(noise.value) for number, noise in noises.items()}
     if len(noises) > 1:
         odd = max(noises, key=lambda number: noises[number].value)
-        others = [astuple(noise) for number, noise in noises.items() if number != odd]
-        noisiest = noises[odd]
-        rest = Quotient(*map(math.fsum, zip(*others, strict=True)))
+        noisiest = noises.pop(odd)
+        others = Quotient(*map(math.fsum, zip(*map(astuple, noises.values()), strict=True)))
         factor = BOUNDS.engine_noise**2
-        error = math.hypot(noisiest.error, factor * rest.error)
+        error = math.hypot(noisiest.error, factor * others.error)
         metrics |= {
             "noisiest_engine": float(odd),
-            "noisiest_engine_ratio": math.sqrt(noisiest.value / rest.value) if rest.value else 0.0,
-            "noisiest_engine_z": (noisiest.value - factor * rest.value) / error if error else 0.0,
+            "noisiest_engine_ratio": math.sqrt(noisiest.value / others.value) if others.value else 0.0,
+            "noisiest_engine_z": (noisiest.value - factor * others.value) / error if error else 0.0,
         }
     return metrics
 

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 TRACE_FILE = "trace.jsonl"
 STEP = "step"
-"""What a span of the driver is called that is a whole training step."""
+"""The activity of the driver's span of a training step."""
 
 
 class Trace:
@@ -35,24 +35,24 @@ class Trace:
             finally:
                 self._file = None
 
-    def span(self, who: str, what: str, begin: float, end: float, **facts: Any) -> None:
-        """Write that ``who`` did ``what`` from ``begin`` to ``end``, in seconds since 1970 by the clock of
-        its own host.
+    def span(self, process: str, activity: str, begin: float, end: float, **facts: Any) -> None:
+        """Write that ``process`` did ``activity`` from ``begin`` to ``end``, seconds since 1970 by its own
+        host's clock.
 
         ``facts``: anything else of the span. A call of a process has ``sent`` and ``received``, by the
         driver's clock, from which the reader finds how far the host's clock is off.
         """
         if self._file is not None:
             self._file.write(
-                json.dumps({"who": who, "what": what, "begin": begin, "end": end, **facts}) + "\n"
+                json.dumps({"who": process, "what": activity, "begin": begin, "end": end, **facts}) + "\n"
             )
 
     @contextmanager
-    def driver(self, what: str, **facts: Any) -> Iterator[None]:
+    def driver(self, activity: str, **facts: Any) -> Iterator[None]:
         """Write a span of the driver that lasts as long as the context; not when it fails."""
         begin = time.time()
         yield
-        self.span("driver", what, begin, time.time(), **facts)
+        self.span("driver", activity, begin, time.time(), **facts)
 
     def flush(self) -> None:
         """Hand what was written to the operating system, so that a killed run has its trace up to here."""

@@ -51,11 +51,11 @@ def test_two_that_are_as_near_are_both_offered() -> None:
     assert nearest_key("rollout_s", ["rollout_is", "rollout_rs", "reward"]) == "rollout_is or rollout_rs"
 
 
-@pytest.mark.parametrize("slip", SLIPS)
-def test_every_key_with_a_slip_in_any_part_offers_itself(slip: str) -> None:
+@pytest.mark.parametrize(("first", "slip"), [*enumerate(SLIPS)])
+def test_every_key_with_a_slip_in_any_part_offers_itself(first: int, slip: str) -> None:
     draw = random.Random(0)
     checked = 0
-    for key in KEYS:
+    for key in KEYS[first :: len(SLIPS)]:  # every key meets one kind of slip
         parts = key.split(".")
         for index, part in enumerate(parts):
             mistyped = SLIPS[slip](part, draw.randrange(max(len(part) - 1, 1)))
@@ -63,4 +63,4 @@ def test_every_key_with_a_slip_in_any_part_offers_itself(slip: str) -> None:
             if given not in KEYS:
                 checked += 1
                 assert key in nearest_key(given, KEYS).split(" or "), given
-    assert checked > 700
+    assert checked > 200

@@ -136,25 +136,12 @@ assert (first.done, first.reward, second.done, second.reward) == (False, 0.0, Tr
 def patched(folder: Path, *titles: str) -> Path:
     """A copy of the package and what it needs, with some patches."""
     for name in ("verl_rc", "configs"):
-        shutil.copytree(
-            ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(ROOT / name, folder / name, symlinks=True)
     for title in titles:
         given = {"input": PATCHES[title], "capture_output": True, "text": True, "check": False}
         result = subprocess.run(["git", "apply", "--whitespace=error", "-"], cwd=folder, **given)
         assert result.returncode == 0, f"{title}: {result.stderr}"
     return folder
-
-
-def run(folder: Path, *command: str) -> "subprocess.CompletedProcess[str]":
-    """Python with the package of ``folder`` and the tests' own modules."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "tests"), str(ROOT / "scripts")]),
-    }
-    return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
 
 
 def test_there_is_a_patch_for_each_addition() -> None:
@@ -168,23 +155,25 @@ def test_a_patch_applies_by_itself(title: str, tmp_path: Path) -> None:
     patched(tmp_path, title)
 
 
-def test_what_they_add_works(tmp_path: Path) -> None:
+def test_what_they_add_works_and_keeps_the_rules_of_metric_names(tmp_path: Path) -> None:
     """In one process, whose imports take longer than all uses."""
-    uses = "\n".join(f"exec({use!r}, {{'__name__': {title!r}}})" for title, use in USES.items())
-    result = run(patched(tmp_path, *PATCHES), "-c", uses)
-    assert result.returncode == 0, result.stderr
-
-
-def test_without_its_patch_nothing_works(tmp_path: Path) -> None:
-    result = run(patched(tmp_path), "-c", USES["Add an advantage estimator"])
-    assert "must be" in result.stderr or "unknown" in result.stderr, result.stderr
-
-
-def test_all_of_them_together_keep_the_rules_of_metric_names(tmp_path: Path) -> None:
     folder = patched(tmp_path, *PATCHES)
     shutil.copytree(ROOT / "tests" / "architecture", folder / "tests" / "architecture")
     shutil.copy(ROOT / "pyproject.toml", folder)
-    result = run(
-        folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/architecture/test_metric_names.py"
+    uses = "\n".join(f"exec({use!r}, {{'__name__': {title!r}}})" for title, use in USES.items())
+    names = ["-q", "-p", "no:cacheprovider", "tests/architecture/test_metric_names.py"]
+    paths = [str(folder), str(ROOT / "tests"), str(ROOT / "scripts")]
+    result = subprocess.run(
+        [sys.executable, "-c", f"{uses}\nimport pytest\nraise SystemExit(pytest.main({names}))"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert result.returncode == 0, result.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_without_its_patch_nothing_works() -> None:
+    with pytest.raises(ValueError, match=r"must be|unknown"):
+        exec(USES["Add an advantage estimator"], {"__name__": "use"})

@@ -155,6 +155,21 @@ def test_clamped_log_ratios_are_counted_and_others_enter_ppo_kl_as_they_are(name
     assert {key: value.value.item() for key, value in metrics.items() if "ppo_kl" in key} == expected
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_fractions_of_clipped_tokens_are_reported_as_the_specification_says(name: str) -> None:
+    spec, ratios = POLICY_LOSSES[name], torch.tensor([[9.0, 1.0], [0.1, 1.0], [9.0, 1.0], [0.1, 1.0]])
+    advantages = torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]).expand(4, 2)
+    current = float64([[-3.0, -1.0]] * 4)
+    old = current - ratios.double().log()
+    _, metrics = compute_policy_loss(name, old, current, advantages, torch.ones(4, 2), config=CONFIG)
+    texts = {"actor/pg_clipfrac": spec.clipped, "actor/pg_clipfrac_lower": spec.clipped_lower}
+    reported = {key: value.value.item() for key, value in metrics.items() if "clipfrac" in key}
+    assert reported.keys() == {key for key, text in texts.items() if text is not None}
+    assert {key for key in reported if not reported[key]} == {
+        key for key, text in texts.items() if text == "no token"
+    }
+
+
 @pytest.mark.parametrize("name", ["kl_cov", "dro"])
 def test_penalties_on_the_distance_pull_tokens_back_from_beyond_twenty_nats(name: str) -> None:
     old = float64([[-1.0]])

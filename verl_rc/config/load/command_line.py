@@ -117,7 +117,7 @@ def _show(schema: type[BaseModel], options: Namespace, prog: str) -> None:
         hydra.shell_completion(composer.primary, options.overrides)
     else:
         prepared = prepare(schema, composer, options.overrides)
-        overrides = [*prepared.of_files, *prepared.keys]
+        overrides = [*prepared.group_choices, *prepared.keys]
         loader.load_configuration(
             composer.primary, overrides, RunMode.RUN
         )  # raises where Hydra would print and exit with 1

@@ -46,7 +46,7 @@ _SEARCH_PATH = "hydra.searchpath"
 class Prepared:
     """Overrides in Hydra's grammar."""
 
-    of_files: list[str]
+    group_choices: list[str]
     """Choices of groups, and the search path."""
     keys: list[str]
     """All others: keys of the schema, and of verl."""
@@ -142,9 +142,9 @@ def _is_known(schema: type[BaseModel], key: str) -> bool:
 
 
 def _unknown(schema: type[BaseModel], key: str) -> str:
-    known = [*fields_of(schema), *([PRESET] if schema is RunConfig else [])]
+    keys = [*fields_of(schema), *([PRESET] if schema is RunConfig else [])]
     return (
-        f"{shortened(key)} is not a known key; the nearest is {nearest_key(key, known)}. All keys: "
+        f"{shortened(key)} is not a known key; the nearest is {nearest_key(key, keys)}. All keys: "
         "docs/configuration.md."
     )
 
@@ -225,12 +225,12 @@ def given_tree(schema: type[BaseModel], options: Namespace) -> TranslatedTree:
     with composing(options.overrides):
         composer = Composer(options, has_groups=schema is RunConfig)
         prepared = prepare(schema, composer, options.overrides)
-        tree = plain_tree(schema, composer.compose(prepared.of_files, prepared.keys), resolve=True)
+        tree = plain_tree(schema, composer.compose(prepared.group_choices, prepared.keys), resolve=True)
         if any(
             override.lstrip("+").partition("=")[0] in ("correction", PRESET) for override in options.overrides
         ):
             _refuse_preset_under_a_file(
-                tree, plain_tree(schema, composer.compose(prepared.of_files, []), resolve=False)
+                tree, plain_tree(schema, composer.compose(prepared.group_choices, []), resolve=False)
             )
     return translated_tree(schema, tree)
 
@@ -240,7 +240,7 @@ def combinations(schema: type[BaseModel], options: Namespace) -> list[list[str]]
     with composing(options.overrides):
         composer = Composer(options, has_groups=schema is RunConfig)
         prepared = prepare(schema, composer, options.overrides)
-        return composer.sweep([*prepared.of_files, *prepared.keys])
+        return composer.sweep([*prepared.group_choices, *prepared.keys])
 
 
 @contextlib.contextmanager

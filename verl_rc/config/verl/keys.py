@@ -55,8 +55,8 @@ def with_verls_defaults(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 def translate(key: str, value: Any, leaves: Mapping[str, Any]) -> tuple[bool, Translated]:
     """Whether this key of verl with this value depends on others, and what it means beside all ``leaves``."""
-    known, translation = environments.translate(key, value, leaves)
-    if known:
+    is_environment_key, translation = environments.translate(key, value, leaves)
+    if is_environment_key:
         return True, translation
     if (
         key == "data.gen_batch_size"
@@ -84,15 +84,15 @@ def _steps(value: Any, leaves: Mapping[str, Any]) -> Translated:
 
 def _validations(value: Any, leaves: Mapping[str, Any]) -> Translated:
     """``rollout.test_freq`` counts publications."""
-    every = _value(leaves, "async_training.trigger_parameter_sync_step")
-    counts = isinstance(value, int) and isinstance(every, int) and value > 0
-    return "trainer.test_freq", value * every if counts else value
+    interval = _value(leaves, "async_training.trigger_parameter_sync_step")
+    counts = isinstance(value, int) and isinstance(interval, int) and value > 0
+    return "trainer.test_freq", value * interval if counts else value
 
 
 def _concurrent(value: Any, leaves: Mapping[str, Any]) -> Translated:
     """``async_training.concurrent_samples_per_replica`` counts prompts, each with all its samples."""
     samples = leaves.get("rollout.n", _value(leaves, f"{_ROLLOUT}.n"))
-    most = value * samples if isinstance(value, int) and isinstance(samples, int) else value
+    requests = value * samples if isinstance(value, int) and isinstance(samples, int) else value
     # where nothing is waited for an engine decodes what it works on, and never more than that
     waits = ("multi_turn.enable", "environment.name")
     decoded = (
@@ -100,8 +100,8 @@ def _concurrent(value: Any, leaves: Mapping[str, Any]) -> Translated:
         if any(_value(leaves, f"{_ROLLOUT}.{key}") for key in waits)
         else _value(leaves, f"{_ROLLOUT}.max_num_seqs")
     )
-    happens_anyway = isinstance(most, int) and isinstance(decoded, int) and most >= decoded
-    return None if happens_anyway else ("async_training.max_concurrent_rollouts", most)
+    happens_anyway = isinstance(requests, int) and isinstance(decoded, int) and requests >= decoded
+    return None if happens_anyway else ("async_training.max_concurrent_rollouts", requests)
 
 
 def _bypass(value: Any, _: Mapping[str, Any]) -> Translated:

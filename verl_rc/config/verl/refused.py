@@ -448,18 +448,18 @@ _OTHER_LEAVES = {
         for leaf, reason in _DISTILLATION_LEAVES.items()
     },
     **{
-        f"skip.{what}": Refusal(
+        f"skip.{stage}": Refusal(
             "rollouts are never replayed from a file; write enable=False", _OFF, switch="enable"
         )
-        for what in ("rollout", "rollout_tq", "async_rollout")
+        for stage in ("rollout", "rollout_tq", "async_rollout")
     },
     "async_training.use_trainer_do_validate": Refusal("validation runs on the engines; write False", _OFF),
     "async_training.use_dynamic_resource_scheduling": Refusal("devices keep their role; write False", _OFF),
     **{
-        f"async_training.dynamic_schedule_{what}": Refusal(
+        f"async_training.dynamic_schedule_{option}": Refusal(
             "devices keep their role; drop it", switch="async_training.use_dynamic_resource_scheduling"
         )
-        for what in ("policy", "deactivate_ratio", "enable_rebalance")
+        for option in ("policy", "deactivate_ratio", "enable_rebalance")
     },
     "async_training.compute_prox_log_prob": Refusal(
         "algorithm.rollout_correction.bypass_mode=False recomputes the proximal policy; write that", _OFF
@@ -503,8 +503,8 @@ def _table() -> dict[str, Refusal]:
     for model in (_MODEL, "critic.model"):
         table |= {f"{model}.{leaf}": row for leaf, row in _MODEL_LEAVES.items()}
         table |= {f"{model}.lora.{leaf}": row for leaf, row in _LORA_LEAVES.items()}
-    of_megatron = Refusal(_MEGATRON_LORA, (0,), switch=f"{_MODEL}.lora.rank")
-    table |= {f"{_MODEL}.lora.{leaf}": of_megatron for leaf in _MEGATRON_LORA_LEAVES}
+    megatron_lora = Refusal(_MEGATRON_LORA, (0,), switch=f"{_MODEL}.lora.rank")
+    table |= {f"{_MODEL}.lora.{leaf}": megatron_lora for leaf in _MEGATRON_LORA_LEAVES}
     table["critic.model.lora"] = Refusal(_MEGATRON_LORA, (0,), switch="rank")
     sections = ((_ROLLOUT, _ROLLOUT_LEAVES), ("data", _DATA_LEAVES), ("trainer", _TRAINER_LEAVES))
     return table | {f"{section}.{leaf}": row for section, leaves in sections for leaf, row in leaves.items()}

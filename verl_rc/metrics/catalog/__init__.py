@@ -1,4 +1,4 @@
-"""Every metric name a run may report: unit, formula, healthy range, who reports it."""
+"""Every metric name a run may report: unit, formula, healthy range."""
 
 from verl_rc.metrics.catalog.learning import LEARNING
 from verl_rc.metrics.catalog.machine import SYNC, TIME

@@ -4,138 +4,132 @@ held-out ones are."""
 from verl_rc.metrics.catalog.spec import MetricSpec, spread
 
 _LENGTHS = (
-    *spread("response_length", "tokens", "sequences of the response's length", "ppo"),
+    *spread("response_length", "tokens", "sequences of the response's length"),
     MetricSpec(
         "response_length/clip_ratio",
         "1",
-        "share of responses that reached data.max_response_length",
+        "responses of data.max_response_length tokens / responses",
         (0, 0.1),
-        "ppo",
     ),
     MetricSpec(
         "response_length/overlong_ratio",
         "1",
-        "share of responses that the overlong penalty touches",
+        "responses with an overlong penalty below 0 / responses",
         (0, 0.3),
-        "driver",
     ),
-    *spread("prompt_length", "tokens", "sequences of the prompt's length", "ppo"),
+    *spread("prompt_length", "tokens", "sequences of the prompt's length"),
     MetricSpec(
         "prompt_length/clip_ratio",
         "1",
-        "share of prompts that reached data.max_prompt_length",
+        "sequences with a prompt of data.max_prompt_length tokens / sequences",
         (0, 0.1),
-        "ppo",
     ),
     *spread(
         "num_turns",
         "1",
-        "sequences of the number of messages: the prompt, the policy's turns, the tools' answers",
-        "ppo",
+        "sequences of the number of messages: those of the prompt, of the policy and of tools",
     ),
-    *spread("tool_call_counts", "1", "sequences of the number of tool calls", "ppo"),
+    *spread("tool_call_counts", "1", "sequences of the number of tool calls"),
     *spread(
         "env/{column}",
         "of the column",
-        "sequences that have it of a metric of the environment's replies, summed over the turns",
-        "driver",
+        "sequences of a metric of the environment's replies, summed over the turns; sequences without it do "
+        "not count",
     ),
-    *spread("env/wait_s", "s", "sequences of the time in which they waited for the environment", "driver"),
+    *spread("env/wait_s", "s", "sequences of the seconds in which they waited for their environment"),
     MetricSpec(
         "env/calls_again",
         "1",
-        "calls of the environment for the batch that were made once more, because one failed",
-        emitted_by="driver",
+        "calls of environments, for the batch, that were repeated because the first one failed",
     ),
     MetricSpec(
         "env/failures",
         "1",
-        "times that a group failed in the step because of its environment",
-        emitted_by="driver",
+        "attempts at a group that failed in the step because an environment failed",
     ),
     MetricSpec(
         "env/hosts_lost",
         "1",
-        "processes of environment.hosts that were lost and replaced since the step before",
-        emitted_by="driver",
+        "processes of environment.hosts that were lost, and replaced, since the step before",
     ),
     *spread(
         "kept_set",
         "tokens",
-        "response tokens with a recorded set of the size of the set that the filter has left",
-        "ppo",
+        "response tokens of the number of tokens that the sampling filter (top_p, top_k, min_p) has kept; "
+        "tokens without a record of it do not count",
     ),
     MetricSpec(
         "kept_set/unrecorded_ratio",
         "1",
-        "response tokens drawn from a set above max_kept_tokens / all: in no loss and no rollout_corr/*",
+        "response tokens without such a record, as the filter kept more than max_kept_tokens / response "
+        "tokens; they enter neither the loss nor rollout_corr/*",
         (0, 0.01),
-        "ppo",
     ),
     MetricSpec(
         "rollout/routed_fraction",
         "1",
-        "response tokens whose experts in the engine are recorded and replayed in the actor / all",
+        "response tokens whose experts the engine recorded and the actor replays / response tokens",
         (1, 1),
-        "ppo",
     ),
-    *spread("global_seqlen", "tokens", "sequences of prompt plus response length", "ppo"),
+    *spread("global_seqlen", "tokens", "sequences of prompt length + response length"),
 )
 _TRAINING = (
-    MetricSpec("training/global_step", "1", "number of the step, from 1", emitted_by="driver"),
-    MetricSpec("training/epoch", "1", "passes over the training data completed, from 0", emitted_by="driver"),
+    MetricSpec("training/global_step", "1", "number of the step, from 1"),
+    MetricSpec("training/epoch", "1", "completed passes over the training data, from 0"),
     MetricSpec(
         "training/rollout_probs_diff_valid",
         "1",
-        "1 if there was a response token to compare, else 0",
+        "1 if the batch has a response token with two finite log-probs, else 0; only such tokens count in "
+        "training/rollout_*",
         (1, 1),
-        "ppo",
     ),
     MetricSpec(
         "training/rollout_probs_diff_mean",
         "1",
-        "mean over response tokens of |exp(old log-prob) − exp(rollout log-prob)|",
+        "mean over response tokens of |exp(proximal log-prob) − exp(rollout log-prob)|",
         (0, 0.005),
-        "ppo",
     ),
-    MetricSpec("training/rollout_probs_diff_max", "1", "largest such difference", emitted_by="ppo"),
-    MetricSpec("training/rollout_probs_diff_std", "1", "its population standard deviation", emitted_by="ppo"),
+    MetricSpec(
+        "training/rollout_probs_diff_max",
+        "1",
+        "maximum over response tokens of |exp(proximal log-prob) − exp(rollout log-prob)|",
+    ),
+    MetricSpec(
+        "training/rollout_probs_diff_std",
+        "1",
+        "population standard deviation over response tokens of |exp(proximal log-prob) − exp(rollout "
+        "log-prob)|",
+    ),
     MetricSpec(
         "training/rollout_actor_probs_pearson_corr",
         "1",
-        "correlation over response tokens of the two probabilities",
+        "Pearson correlation over response tokens of exp(proximal log-prob) and exp(rollout log-prob)",
         (0.99, 1),
-        "ppo",
     ),
     MetricSpec(
         "training/filter_groups/evicted_samples",
         "1",
-        "samples dropped because their group had one score only",
-        emitted_by="driver",
+        "samples of the groups that were dropped because all their samples have one filter_groups.metric",
     ),
     MetricSpec(
         "training/filter_groups/discarded_surplus_samples",
         "1",
-        "samples beyond the batch size after filtering",
-        emitted_by="driver",
+        "samples of the groups that passed the filter and exceeded data.train_batch_size",
     ),
     MetricSpec(
         "training/filter_groups/gen_batches",
         "1",
         "batches of prompts sampled for the step",
-        emitted_by="driver",
     ),
     MetricSpec(
         "training/filter_groups/informative_ratio",
         "1",
-        "share of the prompts sampled whose samples differ in filter_groups.metric",
-        emitted_by="driver",
+        "groups whose samples differ in filter_groups.metric / groups, of those scored in the step",
     ),
     MetricSpec(
         "training/filter_groups/sampled_score_mean",
         "reward",
-        "mean score over all samples of the step, before the filter",
-        emitted_by="driver",
+        "mean over the groups scored in the step of their mean score, before the filter",
     ),
 )
 
@@ -144,73 +138,83 @@ BATCH = (*_LENGTHS, *_TRAINING)
 
 
 _TOKENS = {
-    "sampled": ("tokens that the policy sampled for the step's training; the sum of all accounts", None),
-    "trained": ("tokens in the loss of an optimizer step that was taken (first epoch)", None),
-    "rejected": ("tokens left out by rollout correction (by the actor: in the first epoch)", None),
-    "nonfinite": ("tokens in an optimizer step left out because its gradient was not finite", (0, 0)),
-    "overflow": (
-        "tokens in an optimizer step left out because the loss's scale was too large for float16",
+    "sampled": ("tokens that the policy sampled for the step; the sum of the other ledger/*_tokens", None),
+    "trained": ("tokens in the loss of an update that was taken, in the first epoch", None),
+    "rejected": (
+        "tokens that rollout correction rejected; where the actor corrects, in the first epoch",
         None,
     ),
-    "withheld": ("tokens of a batch that the actor did not train on: critic warm-up, or an alert", None),
+    "nonfinite": (
+        "tokens in the loss of an update that was skipped because its gradient was not finite",
+        (0, 0),
+    ),
+    "overflow": (
+        "tokens in the loss of an update that was skipped because the gradient, times actor/loss_scale, "
+        "overflowed float16",
+        None,
+    ),
+    "withheld": (
+        "tokens of a batch that the actor did not train on, because of critic warm-up or an alert",
+        None,
+    ),
     "filtered": ("tokens of prompts that algorithm.filter_groups dropped", None),
     "surplus": ("tokens of prompts beyond data.train_batch_size after filtering", None),
     "baseline": ("tokens of greedy responses that serve as a baseline only (remax)", None),
 }
 _PROMPTS = {
-    "sampled": "prompts sampled for the step; the sum of the others",
-    "in_batch": "prompts that the step's batch consists of",
+    "sampled": "prompts sampled for the step; the sum of the other ledger/prompts_*",
+    "in_batch": "prompts in the batch",
     "filtered": "prompts that algorithm.filter_groups dropped",
     "surplus": "prompts beyond data.train_batch_size after filtering",
 }
 
 ACCOUNTING = (
     *(
-        MetricSpec(f"ledger/{account}_tokens", "tokens", what, healthy, "ppo")
-        for account, (what, healthy) in _TOKENS.items()
+        MetricSpec(f"ledger/{account}_tokens", "tokens", formula, healthy)
+        for account, (formula, healthy) in _TOKENS.items()
     ),
-    *(
-        MetricSpec(f"ledger/prompts_{account}", "1", what, emitted_by="ppo")
-        for account, what in _PROMPTS.items()
-    ),
+    *(MetricSpec(f"ledger/prompts_{account}", "1", formula) for account, formula in _PROMPTS.items()),
     MetricSpec(
         "alerts/gap",
         "1",
-        "1 in a step with a mean gap above sync/gap_limit",
+        "1 if sync/rollout_gap_mean or sync/canary_mean_gap is above its limit, else 0",
         (0, 0),
-        "driver",
     ),
     MetricSpec(
-        "alerts/mismatch", "1", "1 in a step with k3_kl above trainer.alerts.mismatch_limit", (0, 0), "driver"
+        "alerts/mismatch", "1", "1 if rollout_corr/k3_kl > trainer.alerts.mismatch_limit, else 0", (0, 0)
     ),
     MetricSpec(
         "alerts/cause",
         "1",
-        "1 while signatures name a cause of the gap, from its second step on",
+        "1 from the second step on in which the signatures name the same cause of the gap, else 0",
         (0, 0),
-        "driver",
     ),
     MetricSpec(
-        "alerts/reward_collapse", "1", "1 in a step at which the mean score has collapsed", (0, 0), "driver"
+        "alerts/reward_collapse",
+        "1",
+        "1 if best − last > max(reward_drop · |best|, 4 standard errors), else 0; best, last: mean score "
+        "over trainer.alerts.reward_window steps",
+        (0, 0),
     ),
     MetricSpec(
-        "alerts/withheld_updates", "1", "1 in a step whose updates an alert left out", (0, 0), "driver"
+        "alerts/withheld_updates", "1", "1 if an alert left out the updates of the step, else 0", (0, 0)
     ),
 )
 """Entries of this section."""
 
 
-_DRAWN = "of n samples drawn with replacement from the prompt's"
+_BEST = "best of n samples, drawn with replacement from those of the prompt"
+_WORST = _BEST.replace("best", "worst")
+_VOTE = "value of the most frequent `pred` among n samples, drawn with replacement from those of the prompt"
 _AGGREGATES = {
     "mean@{n}": "mean over prompts of the mean of their n samples",
     "std@{n}": "mean over prompts of the standard deviation (n − 1) of their n samples",
-    "best@{n}/mean": f"mean over prompts of the expected best {_DRAWN}",
-    "best@{n}/std": f"mean over prompts of the standard deviation of the best {_DRAWN}",
-    "worst@{n}/mean": f"mean over prompts of the expected worst {_DRAWN}",
-    "worst@{n}/std": f"mean over prompts of the standard deviation of the worst {_DRAWN}",
-    "maj@{n}/mean": f"mean over prompts of the expected value of the most frequent `pred` {_DRAWN}",
-    "maj@{n}/std": "mean over prompts of the standard deviation of the value of the most frequent `pred` "
-    f"{_DRAWN}",
+    "best@{n}/mean": f"mean over prompts of the expected {_BEST}",
+    "best@{n}/std": f"mean over prompts of the standard deviation of the {_BEST}",
+    "worst@{n}/mean": f"mean over prompts of the expected {_WORST}",
+    "worst@{n}/std": f"mean over prompts of the standard deviation of the {_WORST}",
+    "maj@{n}/mean": f"mean over prompts of the expected {_VOTE}",
+    "maj@{n}/std": f"mean over prompts of the standard deviation of the {_VOTE}",
 }
 _CORE = ("mean@{n}", "best@{n}/mean", "maj@{n}/mean")
 
@@ -220,7 +224,6 @@ VALIDATION = (
             f"val-core/{{data_source}}/{variable}/{aggregate}",
             unit,
             _AGGREGATES[aggregate],
-            emitted_by="driver",
         )
         for variable, unit in (("acc", "1"), ("reward", "reward"))
         for aggregate in _CORE
@@ -230,7 +233,6 @@ VALIDATION = (
             f"val-aux/{{data_source}}/{{variable}}/{aggregate}",
             "of the variable",
             formula,
-            emitted_by="driver",
         )
         for aggregate, formula in _AGGREGATES.items()
     ),
@@ -238,112 +240,95 @@ VALIDATION = (
 """Entries of this section."""
 
 
-_OF_DRIVER = tuple(
-    MetricSpec(name, unit, formula, healthy, "driver")
-    for name, unit, formula, healthy in (
-        ("trainer/idle_ratio", "1", "timing_s/gen / timing_s/step: the trainers wait for samples", None),
-        (
-            "async/group_age/max",
-            "steps",
-            "largest age of a group of the batch: (step - 1) - version of its oldest token; equal to "
-            "training/off_policy/trajectory_staleness_worst/max, but where a greedy response is the oldest",
-            None,
-        ),
-        (
-            "async/group_age/bound",
-            "steps",
-            "what the rule allows, ⌈M (1 + K)⌉ - 1; M: trigger_parameter_sync_step, K: "
-            "max_off_policy_threshold, or staleness_threshold where that is enough; more ends the run",
-            None,
-        ),
-        (
-            "async/token_age/mean",
-            "steps",
-            "mean of (step - 1) - version over the batch's response tokens; see rollout_corr/token_age_mean",
-            None,
-        ),
-        (
-            "async/too_old_fraction",
-            "1",
-            "response tokens above async_training.max_token_age / all: left out of the loss",
-            None,
-        ),
-        ("async/in_flight_groups", "1", "groups being sampled when the step ends", None),
-        (
-            "async/whole_waiting_groups",
-            "1",
-            "groups that are sampled and scored and wait for a later step",
-            None,
-        ),
-        (
-            "async/wait_for_oldest_s",
-            "s",
-            "part of timing_s/gen with enough groups, in which older ones were missing",
-            None,
-        ),
-        ("async/failed_groups", "1", "groups that failed twice in the step and were replaced", None),
-        (
-            "async/dropped_tokens",
-            "tokens",
-            "tokens of groups that were dropped for their age in the step",
-            None,
-        ),
-        (
-            "async/pause_seconds/mean",
-            "s",
-            "mean over busy engines of the pause between two steps for an update",
-            None,
-        ),
-        (
-            "async/pause_seconds/max",
-            "s",
-            "longest such pause; to compute cut responses again comes on top",
-            None,
-        ),
-        (
-            "async/recomputed_tokens",
-            "tokens",
-            "prompts and responses so far that an update made engines compute again",
-            None,
-        ),
-        (
-            "async/length_ratio",
-            "1",
-            "mean tokens of a trained group / of a sampled one, over the run so far",
-            None,
-        ),
-    )
+_SUPPLY = (
+    MetricSpec(
+        "trainer/idle_ratio",
+        "1",
+        "timing_s/gen / timing_s/step: the part of the step in which the trainers wait for samples",
+    ),
+    MetricSpec(
+        "async/group_age/max",
+        "steps",
+        "maximum over the batch's groups of the age of the oldest token, a greedy response (remax) included",
+    ),
+    MetricSpec(
+        "async/group_age/bound",
+        "steps",
+        "⌈M (1 + K)⌉ − 1, M = trigger_parameter_sync_step, K = max_off_policy_threshold, or "
+        "staleness_threshold where that is enough; the run ends if async/group_age/max is above it",
+    ),
+    MetricSpec("async/token_age/mean", "steps", "mean over response tokens of the age"),
+    MetricSpec(
+        "async/too_old_fraction",
+        "1",
+        "response tokens of an age > async_training.max_token_age / response tokens; the loss leaves them "
+        "out",
+    ),
+    MetricSpec("async/in_flight_groups", "1", "groups that are being sampled when the step ends"),
+    MetricSpec(
+        "async/whole_waiting_groups",
+        "1",
+        "groups that are sampled and scored, and wait for a later step, when the step ends",
+    ),
+    MetricSpec(
+        "async/wait_for_oldest_s",
+        "s",
+        "seconds of timing_s/gen in which enough groups for a batch were there, but an older one was awaited",
+    ),
+    MetricSpec(
+        "async/failed_groups", "1", "groups with a sample that failed in every attempt; others replaced them"
+    ),
+    MetricSpec("async/dropped_tokens", "tokens", "tokens of the groups dropped in the step for their age"),
+    MetricSpec(
+        "async/pause_seconds/mean",
+        "s",
+        "mean over busy engines of the seconds between two tokens in which the weights were replaced",
+    ),
+    MetricSpec(
+        "async/pause_seconds/max",
+        "s",
+        "maximum over busy engines of the same seconds; recomputing async/recomputed_tokens comes on top",
+    ),
+    MetricSpec(
+        "async/recomputed_tokens",
+        "tokens",
+        "tokens of prompts and unfinished responses that engines compute again after the weights were "
+        "replaced",
+    ),
+    MetricSpec(
+        "async/length_ratio",
+        "1",
+        "mean tokens of the trained groups / mean tokens of the sampled groups, over the run so far",
+    ),
 )
 _VERSIONS = (
     *spread(
         "training/off_policy/trajectory_spans",
         "1",
-        "responses of newest - oldest version of their tokens + 1",
-        "ppo",
+        "responses of newest − oldest policy version of their tokens + 1",
     ),
     *spread(
-        "training/off_policy/trajectory_staleness", "steps", "responses of (step - 1) - newest version", "ppo"
+        "training/off_policy/trajectory_staleness", "steps", "responses of the age of their newest token"
     ),
     *spread(
         "training/off_policy/trajectory_staleness_worst",
         "steps",
-        "responses of (step - 1) - oldest version",
-        "ppo",
+        "responses of the age of their oldest token",
     ),
     MetricSpec(
-        "fully_async/partial/total_partial_num",
-        "1",
-        "responses with tokens of more than one version",
-        emitted_by="ppo",
+        "fully_async/partial/total_partial_num", "1", "responses with tokens of several policy versions"
     ),
-    MetricSpec("fully_async/partial/partial_ratio", "1", "share of such responses", emitted_by="ppo"),
+    MetricSpec(
+        "fully_async/partial/partial_ratio",
+        "1",
+        "responses with tokens of several policy versions / responses",
+    ),
     MetricSpec(
         "fully_async/partial/max_partial_span",
         "steps",
-        "largest newest - oldest version in a response",
-        emitted_by="ppo",
+        "maximum over responses of newest − oldest policy version of their tokens",
     ),
 )
 
-ASYNCHRONY = (*_OF_DRIVER, *_VERSIONS)
+ASYNCHRONY = (*_SUPPLY, *_VERSIONS)
 """Metrics of asynchronous runs."""

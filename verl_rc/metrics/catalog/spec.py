@@ -41,8 +41,6 @@ class MetricSpec:
     """How it is computed, in one line."""
     healthy: Bounds | None = None
     """Range in a run that goes well; None when no general statement is possible."""
-    emitted_by: str = ""
-    """The package that reports it."""
 
     @property
     def lowest_healthy(self) -> float:
@@ -95,12 +93,13 @@ class MetricSpec:
         return re.compile(pattern)
 
 
-def spread(prefix: str, unit: str, what: str, emitted_by: str) -> tuple[MetricSpec, ...]:
-    """One entry for each of ``<prefix>/mean``, ``/max`` and ``/min``: the statistics of one quantity."""
-    words = {"mean": "mean", "max": "largest", "min": "smallest"}
+def spread(prefix: str, unit: str, quantity: str) -> tuple[MetricSpec, ...]:
+    """The entries ``<prefix>/mean``, ``/max`` and ``/min``; ``quantity``: what they are taken over, and of
+    what."""
+    statistics = {"mean": "mean", "max": "maximum", "min": "minimum"}
     return tuple(
-        MetricSpec(f"{prefix}/{name}", unit, f"{words[name]} over {what}", emitted_by=emitted_by)
-        for name in words
+        MetricSpec(f"{prefix}/{name}", unit, f"{statistic} over {quantity}")
+        for name, statistic in statistics.items()
     )
 
 

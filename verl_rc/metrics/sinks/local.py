@@ -99,9 +99,9 @@ class ConsoleSink(MetricSink):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write one line; move the bar."""
-        now = time.monotonic()
-        seconds = metrics.get("timing_s/step", now - self._last_logged)
-        self._last_logged = now
+        logged = time.monotonic()
+        seconds = metrics.get("timing_s/step", logged - self._last_logged)
+        self._last_logged = logged
         if step > 0:
             self._step_seconds.append(seconds)
         line = self._line(metrics, step, seconds)
@@ -152,9 +152,9 @@ def _headline(name: str, value: float) -> str:
 
 
 def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"
 
 
 Record = dict[str, object]

@@ -160,8 +160,8 @@ def use_writable_folders(run_dir: Path) -> None:
 
     Otherwise W&B fills the console with errors, and logging the first table raises.
     """
-    own = {wandb.env.CACHE_DIR: wandb.env.get_cache_dir(), wandb.env.DATA_DIR: wandb.env.get_data_dir()}
-    for variable, folder in own.items():
+    folders = {wandb.env.CACHE_DIR: wandb.env.get_cache_dir(), wandb.env.DATA_DIR: wandb.env.get_data_dir()}
+    for variable, folder in folders.items():
         if why_unwritable(Path(folder)) is not None:
             os.environ[variable] = str(run_dir.absolute() / "wandb" / variable.lower())
 

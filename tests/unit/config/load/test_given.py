@@ -37,7 +37,7 @@ def test_groups_and_keys_are_distinguished(tmp_path: Path) -> None:
         "~trainer.nnodes",
         "~model",
     )
-    assert found.of_files == ["hydra.searchpath=[a]", "task=digits", "~model"]
+    assert found.group_choices == ["hydra.searchpath=[a]", "task=digits", "~model"]
     assert found.keys == ["++trainer.seed=1", "++data.shuffle=False", "~trainer.nnodes"]
 
 

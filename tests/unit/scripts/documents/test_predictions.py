@@ -35,7 +35,7 @@ def test_first_steps_are_judged_by_methods_that_did_not_suggest_them(monkeypatch
     }  # against the order
     runs["k0 decoupled_token_is", 1] = Run("", 1, [], 0, 1.0, {})  # it recorded no signal
     monkeypatch.setattr(predictions, "all_runs", lambda track: (methods, runs))
-    rows = [line.split(" | ") for line in predictions.of_first_steps().splitlines()[2:]]
+    rows = [line.split(" | ") for line in predictions.first_step_predictions().splitlines()[2:]]
     found = {(row[0].strip("| "), row[1]): row[2:] for row in rows}
     assert found["short", "k0"][:3] == ["3, 9", "-1.00 (-1.00 to -1.00)", "1.00 (1.00 to 1.00)"]
     assert found["short", "k0"][3] == "0.00 (0.00 to 0.00)"  # all equal
