@@ -146,7 +146,8 @@ def record_batch(
             data.max_prompt_length,
         )
     )
-    record.add(policy_gap_metrics(rollouts, evaluations))
+    if not services.config.algorithm.rollout_correction.in_actor:
+        record.add(policy_gap_metrics(rollouts, evaluations))
     if scored.reward_kl is not None:
         coefficient = control.kl_coef
         record.add(
@@ -213,6 +214,7 @@ def update_actor(
         policy_version=state.step,
         gap_limit=limit,
         measures_survival=services.is_due(rollout.sync_proof.survival_freq, state.step + 1),
+        compares_proximal=correction.in_actor and recomputes_proximal(correction, state.step + 1),
     )
     report = record.timed(
         "update_actor", services.actor.update, batch, mini_batches, update_limit(actor), request, beside

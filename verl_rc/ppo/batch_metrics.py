@@ -98,13 +98,10 @@ def _to_floats(values: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def policy_gap_metrics(rollouts: RolloutBatch, evaluations: PolicyEvaluations) -> dict[str, float]:
-    """Entropy of the proximal policy, and how far its token *probabilities* lie from the rollout policy's.
-
-    Nothing where the actor corrects: no proximal policy is computed before the update.
-    """
-    if evaluations.entropies is None:
-        return {}
+    """Entropy of the proximal policy, and the distance of its token *probabilities* from the rollout
+    policy's; for a run whose actor does not correct."""
     assert evaluations.proximal_log_probs is not None
+    assert evaluations.entropies is not None
     mask = rollouts.response_mask
     entropy = float(evaluations.entropies[mask].double().mean())
     return {

@@ -103,7 +103,8 @@ def policy_objective(
         terms["distillation/loss"] = teacher_loss.detach()
         averages |= teacher_metrics
     loss = sum(losses[1:], losses[0])
-    if correction.in_actor and current.entropies is not None:  # else actor/entropy is known before the update
+    if correction.in_actor:  # actor/entropy, of the proximal policy before the update, is not known here
+        assert current.entropies is not None
         averages["actor/update_entropy"] = token_mean(current.entropies, batch.response_mask)
     if current.flipped_experts is not None:
         averages["actor/flipped_experts"] = token_mean(current.flipped_experts, batch.response_mask)
