@@ -222,7 +222,7 @@ def update_actor(
     record.add_records(report.metrics)
     planned_tokens = [mini.num_loss_tokens for mini in mini_batches]
     record.ledger.book({"rejected": int(torch.count_nonzero(batch.response_mask & ~batch.loss_mask))})
-    record.ledger.book(accounts_of_update(planned_tokens, report.kept_tokens, report.steps, actor.ppo_epochs))
+    record.ledger.book(accounts_of_update(planned_tokens, report.loss_tokens, report.steps, actor.ppo_epochs))
     if actor.use_kl_loss:
         record.add({"actor/kl_coef": actor.kl_loss_coef})
     return report

@@ -110,7 +110,7 @@ class Ledger:
 
 
 def accounts_of_update(
-    planned_tokens: Sequence[int], kept_tokens: Sequence[int], steps: Sequence[OptimizerStep], epochs: int
+    planned_tokens: Sequence[int], loss_tokens: Sequence[int], steps: Sequence[OptimizerStep], epochs: int
 ) -> dict[str, int]:
     """The accounts of the tokens of an update: ``trained``, ``rejected`` (by the actor),
     ``nonfinite`` and ``overflow``.
@@ -120,22 +120,22 @@ def accounts_of_update(
     epoch; later ones train on it again. Raises ``LedgerError`` when the counts do not belong together.
     """
     if (
-        len(planned_tokens) != len(kept_tokens)
-        or len(kept_tokens) % epochs
-        or len(steps) != sum(num_kept > 0 for num_kept in kept_tokens)
+        len(planned_tokens) != len(loss_tokens)
+        or len(loss_tokens) % epochs
+        or len(steps) != sum(num_loss_tokens > 0 for num_loss_tokens in loss_tokens)
     ):
         raise LedgerError(
             f"{epochs} epochs of {len(planned_tokens)} mini-batches in all must report as many counts of "
             f"kept tokens, and an optimizer step for every one that kept any; got {len(steps)} steps and the "
-            f"counts {list(kept_tokens)}."
+            f"counts {list(loss_tokens)}."
         )
     accounts = Counter({"trained": 0, "rejected": 0, "nonfinite": 0, "overflow": 0})
     remaining = iter(steps)
-    first = len(kept_tokens) // epochs
-    for num_planned, num_kept in zip(planned_tokens[:first], kept_tokens[:first], strict=True):
-        accounts["rejected"] += num_planned - num_kept
-        if num_kept:
-            accounts[next(remaining).outcome] += num_kept
+    first = len(loss_tokens) // epochs
+    for num_planned, num_loss_tokens in zip(planned_tokens[:first], loss_tokens[:first], strict=True):
+        accounts["rejected"] += num_planned - num_loss_tokens
+        if num_loss_tokens:
+            accounts[next(remaining).outcome] += num_loss_tokens
     return dict(accounts)
 
 

@@ -164,7 +164,7 @@ class PolicyWorker(Learner):
             else None
         )
         totals = ObjectiveTotals("actor")
-        kept_tokens = []
+        loss_tokens = []
         gap = None
         self._statistics_seconds = 0.0
         with self.model.in_use(with_optimizer=True) as module:
@@ -173,10 +173,10 @@ class PolicyWorker(Learner):
             for share in mini_batches:
                 # A global count, so that all ranks skip together and FSDP's collectives match.
                 if share.num_loss_tokens == 0:
-                    kept_tokens.append(0)
+                    loss_tokens.append(0)
                     continue
                 self.accumulate(batch, share, totals, correction)
-                num_kept = share.num_loss_tokens if correction is None else correction.end_mini_batch()
+                num_loss_tokens = share.num_loss_tokens if correction is None else correction.end_mini_batch()
                 if correction is not None and gap is None and not totals.num_updates:
                     # After an update the two policies differ by design.
                     gap = correction.gap()
@@ -184,8 +184,8 @@ class PolicyWorker(Learner):
                         # Before the optimizer step: weights that were trained on the rollouts of other
                         # weights cannot be repaired.
                         gap.require_at_most(request.gap_limit, "this step's rollouts")
-                kept_tokens.append(num_kept)
-                if num_kept:
+                loss_tokens.append(num_loss_tokens)
+                if num_loss_tokens:
                     totals.steps.append(self.model.step())
                 else:
                     # A step with gradients of 0 would still change the weights, by AdamW's moments and weight
@@ -203,15 +203,15 @@ class PolicyWorker(Learner):
             records.append(Metric("sync/changed_weights", Mean(num_changed_in_engine, num_changed)))
         if self._address.rank == 0:
             # The counts are global: summed over ranks, each skip would count once a rank.
-            skipped = sum(num_kept == 0 for num_kept in kept_tokens)
+            skipped = sum(num_loss_tokens == 0 for num_loss_tokens in loss_tokens)
             records.append(Metric("rollout_corr/skipped_updates", skipped, Reduction.SUM))
         seconds = self._statistics_seconds + (0.0 if correction is None else correction.statistics_seconds)
         if correction is not None or mini_batch_loss_name(self._actor, self._correction) is not None:
             records.append(Metric("timing_s/correction_statistics", seconds, Reduction.MAX))
         if correction is None:
-            return ActorReport(records, totals.steps, kept_tokens)
+            return ActorReport(records, totals.steps, loss_tokens)
         return ActorReport(
-            records, totals.steps, kept_tokens, correction.statistics(), gap, correction.signatures()
+            records, totals.steps, loss_tokens, correction.statistics(), gap, correction.signatures()
         )
 
     def accumulate(

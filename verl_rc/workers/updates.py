@@ -40,7 +40,7 @@ class UpdateReport:
 class ActorReport(UpdateReport):
     """One rank's report on the actor's updates of a step."""
 
-    kept_tokens: list[int]
+    loss_tokens: list[int]
     """Tokens that entered the loss of each mini-batch, over all ranks; 0: it was skipped."""
     correction: CorrectionStatistics | None = None
     """Where the actor corrects: rollout correction over all mini-batches and ranks."""

@@ -218,7 +218,7 @@ def test_tokens_that_the_driver_left_out_have_no_gradient_and_are_not_counted(
         share = MiniBatchShare([[0, 1, 2], [3, 4, 5]], int(counted.sum()), 6, int(batch.loss_mask.sum()))
         report = worker.update(batch, [share], UpdateRequest(worker._correction, 0))
         gradients.append(worker.table.grad)
-        counts.append((report.kept_tokens, int(batch.loss_mask.sum())))
+        counts.append((report.loss_tokens, int(batch.loss_mask.sum())))
     assert [kept for kept, _ in counts] == [[expected] for _, expected in counts]
     assert gradients[1][0].abs().max() == 0
     growth = counts[0][1] / counts[1][1] if denominator == "kept" else 1.0
@@ -233,7 +233,7 @@ def test_a_mini_batch_of_which_nothing_is_kept_is_skipped(worker: TablePolicy) -
     counted = batch.response_mask.sum(-1)
     share = MiniBatchShare([[0, 1, 2, 3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
     report = worker.update(batch, [share], UpdateRequest(worker._correction, 0))
-    assert report.kept_tokens == [0]
+    assert report.loss_tokens == [0]
     assert {metric.name: metric.value for metric in report.metrics}["rollout_corr/skipped_updates"] == 1
 
 
