@@ -93,7 +93,7 @@ def _equal(record: TokenRecord) -> Broken | None:
     sums = np.max([np.bincount(numbers, values, count) for values in sampled], axis=0)
     seen: dict[bytes, dict[int, float]] = {}
     for index in range(count):
-        rows = seen.setdefault(ids[record.of_row(index)].tobytes(), {})
+        rows = seen.setdefault(ids[record.span(index)].tobytes(), {})
         rows[int(record.rows["row"][index])] = float(sums[index])  # a row that was recorded twice is one
     likely = math.log(BOUNDS.chance / max(count * (count - 1) / 2, 1.0))
     groups = (sorted(rows)[1:] for rows in seen.values() if max(rows.values()) < likely)

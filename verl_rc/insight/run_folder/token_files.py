@@ -16,7 +16,7 @@ from verl_rc.data.token_record import (
     TokenRecord,
     required_facts,
 )
-from verl_rc.data.token_rows import Row, parse_line, record_of_rows, records_by_step, whole_rows
+from verl_rc.data.token_rows import Row, parse_line, parse_lines, record_of_rows, records_by_step
 from verl_rc.insight.run_folder.lines import first_few
 
 OWN_TRAINER = "verl_rc"
@@ -133,7 +133,7 @@ class LineReader:
             self._note(f"{path.name} has {_size(path.stat().st_size)}: every {every}th line was read.")
         damaged: list[str] = []
         with path.open(encoding="utf-8", errors="replace") as file:
-            yield from whole_rows((line for n, line in enumerate(file) if n % every == 0), damaged)
+            yield from parse_lines((line for n, line in enumerate(file) if n % every == 0), damaged)
         for sentence in damaged:
             self._note(f"{path.name}: {sentence}.")
 
