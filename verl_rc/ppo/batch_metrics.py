@@ -61,11 +61,10 @@ def critic_metrics(batch: CriticBatch) -> dict[str, float]:
 
 
 def version_metrics(policy_versions: Tensor, response_mask: Tensor, current: int) -> dict[str, float]:
-    """How many versions of the weights sampled each response, and how old the newest and the oldest of them
-    are.
+    """Numbers of versions of the weights that sampled a response, and ages of its newest and oldest version.
 
-    ``policy_versions`` and ``response_mask`` are ``[B, R]``, a token in each row; the trainer holds version
-    ``current``.
+    ``policy_versions`` and ``response_mask`` are ``[B, R]``, with a token in each row; the trainer holds
+    version ``current``.
     """
     newest = policy_versions.masked_fill(~response_mask, torch.iinfo(policy_versions.dtype).min).amax(dim=-1)
     oldest = policy_versions.masked_fill(~response_mask, torch.iinfo(policy_versions.dtype).max).amin(dim=-1)
