@@ -217,6 +217,6 @@ def test_a_template_that_does_not_continue_its_prompt_is_refused(write_parquet, 
     )
     path, broken = write_parquet([conversation("1", "2")]), load_tokenizer(str(folder))
     with pytest.raises(
-        ValueError, match=r"followed by the answer, but in row 0 .*the prompt is '11=' and the conversation '21'"
+        ValueError, match=r"followed by the answer, but in row 0 .*'11=' and the conversation '21'"
     ):
         read_worked_examples([path], "messages", broken, 32)
