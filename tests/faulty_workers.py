@@ -187,8 +187,7 @@ class FaultyPolicyWorker(PolicyWorker):
         share: MiniBatchShare,
         totals: ObjectiveTotals,
         correction: ActorCorrection | None,
-    ) -> int:
-        kept = super().accumulate(batch, share, totals, correction)
+    ) -> None:
+        super().accumulate(batch, share, totals, correction)
         if self.fault == "nan_gradient":
             next(self.model.module.parameters()).grad.to_local().fill_(torch.nan)
-        return kept

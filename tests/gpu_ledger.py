@@ -163,7 +163,7 @@ class LedgerModel(LearningModel):
         ledger.use("loading", LOADING)
         self.module.to("cuda")
         self._has_moments = False
-        self._rest()
+        self._offload()
 
     def _move_moments(self, device: torch.device) -> None:
         if device.type == "cpu":

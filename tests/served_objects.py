@@ -1,4 +1,7 @@
-"""An object for a process that is called, and that fails, dies or hangs when asked to."""
+"""An object for a process that is called, and that fails, dies or hangs when asked to.
+
+Imports no torch, which would take most of a process's time.
+"""
 
 import atexit
 import gc
@@ -7,8 +10,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WITH = os.environ.get("SERVED_WITH")
 
@@ -27,7 +32,7 @@ class Served:
         """Whether it is on, and how many objects it leaves alone."""
         return gc.isenabled(), gc.get_freeze_count()
 
-    def doubled(self, values: Tensor) -> Tensor:
+    def doubled(self, values: "Tensor") -> "Tensor":
         return 2 * values
 
     def complain(self, key: str) -> None:

@@ -29,7 +29,7 @@ class SleepyPolicyWorker(PolicyWorker):
         share: MiniBatchShare,
         totals: ObjectiveTotals,
         correction: ActorCorrection | None,
-    ) -> int:
+    ) -> None:
         if self._address.rank == 1 and self.updates == 2:
             time.sleep(3600)
-        return super().accumulate(batch, share, totals, correction)
+        super().accumulate(batch, share, totals, correction)

@@ -29,11 +29,11 @@ def updated(
     port: int,
     size: int,
     options: tuple[str, ...],
-    folder: Path,
-    other: Path | None = None,
+    saved: Path | None = None,
+    loaded: Path | None = None,
 ) -> dict[str, Any]:
-    """What one rank holds after an update of two micro-batches, some of them empty; ``other``: a checkpoint
-    to begin with."""
+    """Numbers of one rank after an update of two micro-batches, some of them empty, from the checkpoint
+    ``loaded``; it is ``saved``."""
     options, groups_of = (*options, f"{SIZE}={size}"), RANKS if size == -1 else size
     from verl_rc.config.rollout_correction import RolloutCorrectionConfig
     from verl_rc.distributed.process_group import RankAddress
@@ -46,8 +46,8 @@ def updated(
     )
     torch.manual_seed(3 + rank // groups_of)  # groups draw different adapters, and take those of the first
     worker = PolicyWorker(config, RankAddress(rank, RANKS, "127.0.0.1", port), total_steps=10)
-    if other is not None:
-        worker.load(other)
+    if loaded is not None:
+        worker.load(loaded)
     batch = make_train_batch(LENGTHS, (2,))
     counted = batch.response_mask.sum(-1)
     micro_batches = [[[0], [1, 2]], [[3], [4]], [[5], []], [[], [6, 7]]][rank]
@@ -67,7 +67,8 @@ def updated(
         "log-probs": worker.compute_log_probs(batch.tokens, [[0, 1, 2, 3], [4, 5, 6, 7]])[0],
         "here": sum(parameter.to_local().numel() for parameter in moved),  # type: ignore[attr-defined]
     }
-    worker.save(folder)
+    if saved is not None:
+        worker.save(saved)
     worker.close()
     return found
 
@@ -81,12 +82,10 @@ def run_rank(rank: int, model: Path, ports: list[int], folder: Path) -> None:
     found = {}
     for name, options in CASES.items():
         for size in SIZES:
-            found[name, size] = updated(rank, model, ports.pop(), size, options, folder / f"{name} {size}")
+            saved = None if options else folder / str(size)
+            found[name, size] = updated(rank, model, ports.pop(), size, options, saved)
     for size, other in ((-1, 2), (2, -1), (2, 1)):
-        saved = folder / f"all weights {other}"
-        found["loaded", size, other] = updated(
-            rank, model, ports.pop(), size, (), folder / f"{size} {other}", saved
-        )
+        found["loaded", size, other] = updated(rank, model, ports.pop(), size, (), loaded=folder / str(other))
     torch.save(found, folder / f"found_{rank}.pt")
 
 

@@ -161,6 +161,7 @@ def actor_numbers(worker: PolicyWorker, micro_batches: list[list[int]]) -> Found
         found[f"{name}: gradients"] = gradients(worker.model.module)
         found[f"{name}: metrics"] = totals.metrics(is_first_rank=worker._address.rank == 0)
         if correction is not None:
+            correction.end_mini_batch()
             found[f"{name}: statistics"] = correction.statistics().sums
             found[f"{name}: signatures"] = correction.signatures().sums  # type: ignore[union-attr]
             found[f"{name}: gap"] = torch.tensor([correction.gap().mean, correction.gap().maximum])

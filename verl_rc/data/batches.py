@@ -3,8 +3,12 @@
 Symbols: ``B`` sequences (prompts x samples per prompt), ``P`` padded prompt width (padding left), ``R``
 padded response width (padding right), ``W`` numbers and ``C`` candidates beside each token; of the lists
 beside a row's tokens, padded on the right, ``K`` token ids that a filter kept and ``E`` experts. Log-probs
-are in nats; the log-prob at response position t is that *of* response token t. Records are tensordict
-tensorclasses: they index by rows, concatenate, and cross Ray as plain tensors.
+are in nats; the log-prob at response position t is that *of* response token t.
+
+The configuration decides whether an optional field is there, and the docstring of the field says by which
+options. "The actor corrects" means ``RolloutCorrectionConfig.in_actor``: in bypass mode, and where the
+proximal policy is interpolated. Records are tensordict tensorclasses: they index by rows, concatenate, and
+cross Ray as plain tensors.
 """
 
 from collections.abc import Callable
@@ -62,8 +66,8 @@ FIELDS: dict[str, tuple[torch.dtype, str]] = {
 }
 """Dtype and shape of every field; a field has the same meaning in all records."""
 COLUMNS = {"kept": "BK", "experts": "BE"}
-"""Lists beside the response tokens: the field ``<name>_counts`` has their lengths, ``<name>_ids``, of these
-symbols, the integers of a row's lists, one behind the other."""
+"""Lists beside the response tokens: the field ``<name>_counts`` holds their lengths; ``<name>_ids``, of the
+shape given here, holds the integers of all lists of a row, concatenated."""
 
 
 def _check(record: Any) -> None:
@@ -102,28 +106,29 @@ class TokenBatch(TensorClass):
     response_lengths: Tensor
     """int64 ``[B]``, real response tokens (policy and tool tokens), 0 to R."""
     restarts: Tensor | None = None
-    """bool ``[B, R]``: response tokens with which another conversation begins: they and those behind them see
-    nothing of what is before. None: there are none."""
+    """bool ``[B, R]``: response tokens that begin another conversation, whose tokens see none of those
+    before. None: no row of the batch has one."""
     kept_counts: Tensor | None = None
-    """int64 ``[B, R]``: size of the set that the engine's filter (top_p, top_k, min_p) has left at each token
-    that the policy produced; 0: it is not recorded, and for all other tokens. None: there is no filter."""
+    """int64 ``[B, R]``: size of the set that the engine's filter kept at each token that the policy produced;
+    0 where it is not recorded, and for all other tokens. There with ``RolloutConfig.has_filter`` (top_p,
+    top_k, min_p)."""
     kept_ids: Tensor | None = None
-    """int32 ``[B, K]``: the token ids of these sets, padding on the right; ``K`` is their number in the row
-    that has most."""
+    """int32 ``[B, K]``, padding on the right: the token ids of these sets. There with ``kept_counts``."""
     experts_counts: Tensor | None = None
-    """int64 ``[B, R]``: numbers in ``experts_ids`` of each token that the policy produced, 0 for all other
-    tokens and where nothing is recorded. None: no experts are replayed."""
+    """int64 ``[B, R]``: number of ``experts_ids`` of each token that the policy produced; 0 where they are
+    not recorded, and for all other tokens. There with ``rollout.enable_rollout_routing_replay``, for the
+    actor alone: see ``without_experts``."""
     experts_ids: Tensor | None = None
-    """uint8 ``[B, E]``, padding on the right: the experts that the engine took, of all layers at each place
-    of the row up to the last one that a token was sampled at. Beside a token are those of the places that no
-    token before it has, up to its own: with the first one those of the prompt."""
+    """uint8 ``[B, E]``, padding on the right: the experts of all layers at each position of the row that the
+    engine computed. A token has those of the positions that no token before it has, up to the position that
+    predicts it; the first token has those of the prompt. There with ``experts_counts``."""
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""
         _check(self)
 
     def without_experts(self) -> "TokenBatch":
-        """The same tokens for a model that takes its own experts."""
+        """The same tokens for a model that chooses experts itself."""
         if self.experts_counts is None:
             return self
         plain = self.clone(recurse=False)
@@ -131,8 +136,8 @@ class TokenBatch(TensorClass):
         return plain
 
     def mask_of_known_distribution(self, response_mask: Tensor) -> Tensor:
-        """bool ``[B, R]``: response tokens whose engine's log-prob can be compared, all but those that were
-        drawn from a set that is not recorded."""
+        """bool ``[B, R]``: the tokens of ``response_mask`` whose log-probs of engine and trainer are of one
+        distribution: not those that were drawn from a set that is not recorded."""
         return response_mask if self.kept_counts is None else response_mask & (self.kept_counts > 0)
 
     @property
@@ -158,18 +163,19 @@ class RolloutBatch(TensorClass):
     finished: Tensor
     """bool ``[B]``: ended by a stop token."""
     fingerprints: Tensor | None = None
-    """int64 ``[B]``: fingerprint of each row's tokens as returned by the engine; see
+    """int64 ``[B]``: fingerprint of each row's tokens as returned by the engine, in every sampled batch; see
     ``verl_rc.data.fingerprints``."""
     num_turns: Tensor | None = None
-    """int64 ``[B]``: messages of the conversation: the prompt, the policy's turns, the tools' answers. None:
-    no tools."""
+    """int64 ``[B]``: messages of the conversation: the prompt, the policy's turns, the tools' answers. There
+    with ``RolloutConfig.converses``."""
     tool_calls: Tensor | None = None
-    """int64 ``[B]``: calls that tools answered. None: no tools."""
+    """int64 ``[B]``: calls that tools answered. There with ``num_turns``."""
     turn_rewards: Tensor | None = None
-    """float32 ``[B, R]``: reward of each of the policy's turns at its last token, 0 elsewhere. None: turns
-    have no rewards that are trained on."""
+    """float32 ``[B, R]``: reward of each of the policy's turns at its last token, 0 elsewhere. There where
+    rewards of turns are trained on."""
     engines: Tensor | None = None
-    """int64 ``[B]``: number of the engine that sampled a row. None: the run has one, or samples ahead."""
+    """int64 ``[B]``: number of the engine that sampled a row. There in synchronous runs with several
+    engines."""
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""
@@ -181,27 +187,27 @@ class PolicyEvaluations(TensorClass):
 
     proximal_log_probs: Tensor | None = None
     """float32 ``[B, R]``: log-prob under the proximal policy (the trainer before its first update of the
-    step); None where it is not computed: in bypass mode, and where it is interpolated."""
+    step). There in the steps of ``recomputes_proximal``: in all, unless the actor corrects."""
     entropies: Tensor | None = None
-    """float32 ``[B, R]``: entropy of the proximal policy's distribution at each token, nats; None where the
+    """float32 ``[B, R]``: entropy of the proximal policy's distribution at each token, nats. There unless the
     actor corrects."""
     sum_pi_squared: Tensor | None = None
-    """float32 ``[B, R]``: sum of the proximal policy's squared probabilities at each token; None when neither
-    estimator nor diagnostics need it."""
+    """float32 ``[B, R]``: sum of the proximal policy's squared probabilities at each token. There unless the
+    actor corrects, where the estimator reads it or ``diagnostics=full``."""
     varentropies: Tensor | None = None
-    """float32 ``[B, R]``: variance of the log-prob of a token drawn from that distribution, nats^2; with both
-    of the above."""
+    """float32 ``[B, R]``: variance of the log-prob of a token drawn from that distribution, nats^2. There
+    with ``sum_pi_squared``."""
     reference_log_probs: Tensor | None = None
-    """float32 ``[B, R]``: log-prob under the reference policy."""
+    """float32 ``[B, R]``: log-prob under the reference policy. There with ``RunConfig.needs_reference``."""
     teacher_log_probs: Tensor | None = None
-    """float32 ``[B, R]``: log-prob under the teacher; None without one."""
+    """float32 ``[B, R]``: log-prob under the teacher. There with ``distillation``."""
     teacher_top_ids: Tensor | None = None
-    """int32 ``[B, R, W]``: the W tokens that the teacher finds most likely in each token's place; None where
-    the loss does not look at them."""
+    """int32 ``[B, R, W]``: the W most likely tokens under the teacher in each token's place. There where the
+    loss reads them: ``distillation.top_tokens`` is W > 0."""
     teacher_top_log_probs: Tensor | None = None
-    """float32 ``[B, R, W]``: their log-probs under the teacher."""
+    """float32 ``[B, R, W]``: log-probs of these tokens under the teacher. There with ``teacher_top_ids``."""
     critic_values: Tensor | None = None
-    """float32 ``[B, R]``: the critic's value before each token."""
+    """float32 ``[B, R]``: the critic's value before each token. There where the run trains a critic."""
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""
@@ -209,7 +215,7 @@ class PolicyEvaluations(TensorClass):
 
 
 class TrainBatch(TensorClass):
-    """What the actor trains on."""
+    """The training batch of the actor."""
 
     tokens: TokenBatch
     """Prompts and responses."""
@@ -220,27 +226,28 @@ class TrainBatch(TensorClass):
     advantages: Tensor
     """float32 ``[B, R]``, 0 where ``response_mask`` is False."""
     proximal_log_probs: Tensor | None = None
-    """float32 ``[B, R]``: log-prob under the proximal policy; None in bypass mode, and until the actor has
-    interpolated it."""
+    """See ``PolicyEvaluations``; where the proximal policy is interpolated, the actor puts the interpolated
+    log-probs here."""
     rollout_log_probs: Tensor | None = None
-    """float32 ``[B, R]``: log-prob under the rollout policy; None unless the actor corrects."""
+    """float32 ``[B, R]``: log-prob under the rollout policy. There where the actor corrects."""
     rollout_is_weights: Tensor | None = None
-    """float32 ``[B, R]``: importance weights of rollout correction, constants."""
+    """float32 ``[B, R]``: importance weights of rollout correction, constants. There with ``rollout_is``, in
+    the losses that weights apply to; where the actor corrects, it puts them here."""
     reference_log_probs: Tensor | None = None
-    """float32 ``[B, R]``: log-prob under the reference policy."""
+    """See ``PolicyEvaluations``."""
     teacher_log_probs: Tensor | None = None
-    """float32 ``[B, R]``: log-prob under the teacher; None without one."""
+    """See ``PolicyEvaluations``."""
     teacher_top_ids: Tensor | None = None
-    """int32 ``[B, R, W]``: the W tokens that the teacher finds most likely in each token's place."""
+    """See ``PolicyEvaluations``."""
     teacher_top_log_probs: Tensor | None = None
-    """float32 ``[B, R, W]``: their log-probs under the teacher."""
+    """See ``PolicyEvaluations``."""
     scores: Tensor | None = None
-    """float32 ``[B]``: outcome scores; only for diagnostics in the actor."""
+    """float32 ``[B]``: outcome scores. There where the actor corrects, with ``diagnostics=full``."""
     policy_versions: Tensor | None = None
-    """int64 ``[B, R]``: version of the weights that sampled each token; for diagnostics and interpolation in
-    the actor."""
+    """int64 ``[B, R]``: version of the weights that sampled each token. There where the actor corrects, with
+    ``diagnostics=full`` and in asynchronous runs."""
     engines: Tensor | None = None
-    """int64 ``[B]``: number of the engine that sampled a row; only for diagnostics in the actor."""
+    """See ``RolloutBatch``. There where the actor corrects, with ``diagnostics=full``."""
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""
@@ -266,27 +273,29 @@ class CriticBatch(TensorClass):
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Outputs of one model on response tokens, ``[B, R]``, 0 on padding."""
+    """Outputs of one model on response tokens, 0 on padding; optional ones are there where the forward pass
+    was asked for them."""
 
     log_probs: Tensor
     """float32 ``[B, R]``, nats."""
     entropies: Tensor | None
-    """float32 ``[B, R]``, nats; None when not asked for."""
+    """float32 ``[B, R]``, nats; with the argument ``with_entropy`` of ``score_tokens``."""
     sum_pi_squared: Tensor | None = None
-    """float32 ``[B, R]``: sum over the vocabulary of squared probabilities; None when not asked for."""
+    """float32 ``[B, R]``: sum over the vocabulary of squared probabilities; with ``with_sum_pi_squared``."""
     varentropies: Tensor | None = None
     """float32 ``[B, R]``, nats^2: variance of the log-prob of a token drawn from the distribution; with both
-    of the above."""
+    arguments."""
     candidate_log_probs: Tensor | None = None
-    """float32 ``[B, R, C]``, nats: log-probs of other tokens in each token's place, where they were named;
-    -inf where there is no such token."""
+    """float32 ``[B, R, C]``, nats: log-probs of ``candidate_ids`` in each token's place; -inf for ids that
+    the vocabulary lacks."""
     top_ids: Tensor | None = None
-    """int64 ``[B, R, W]``: the most likely tokens in each token's place, where they were asked for."""
+    """int64 ``[B, R, W]``: the ``top_tokens`` most likely tokens in each token's place."""
     top_log_probs: Tensor | None = None
-    """float32 ``[B, R, W]``, nats: their log-probs."""
+    """float32 ``[B, R, W]``, nats: log-probs of ``top_ids``."""
     flipped_experts: Tensor | None = None
-    """float32 ``[B, R]``: 1 where the model itself would take other experts, in a layer, than those replayed
-    at the place that predicts the token, else 0; None where none are replayed."""
+    """float32 ``[B, R]``: 1 where the model would have chosen other experts, in some layer, at the position
+    that predicts the token, than those replayed, else 0; with ``ForwardOptions.replay`` and
+    ``TokenBatch.experts_counts``."""
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""
@@ -302,7 +311,7 @@ class Timed(Generic[T]):
     """Seconds that the slowest process computed; the rest of the wait was transport."""
 
     def map(self, function: Callable[[T], S]) -> "Timed[S]":
-        """What ``function`` makes of the result, which took as long."""
+        """The same seconds with ``function`` of the result."""
         return Timed(function(self.result), self.busy_seconds)
 
 

@@ -21,11 +21,10 @@ from verl_rc.data.tokenize import encode_prompt
 
 
 class EpochBatches(Sampler[list[int]]):
-    """Batches of row numbers over epochs; each iteration yields the rest of one epoch.
+    """Batches of row numbers over epochs; each iteration yields the remaining batches of one epoch.
 
-    The order depends only on ``seed`` and the epoch. Rows that do not fill a last batch are dropped in that
-    epoch. The epoch advances together with its last batch, so a state taken there continues with the next
-    epoch.
+    The order depends only on ``seed`` and the epoch. An incomplete last batch is dropped. The epoch advances
+    with its last batch, so that a state taken there resumes in the next epoch.
     """
 
     def __init__(self, num_rows: int, batch_size: int, seed: int, shuffle: bool) -> None:
@@ -44,14 +43,14 @@ class EpochBatches(Sampler[list[int]]):
         return self._num_rows // self._batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the rest of the current epoch."""
-        serving = self.epoch
-        order = self._order(serving)
-        while self.epoch == serving:
+        """Yield the remaining batches of the current epoch."""
+        epoch = self.epoch
+        order = self._order(epoch)
+        while self.epoch == epoch:
             start = self.position * self._batch_size
             self.position += 1
             if self.position == len(self):
-                self.epoch, self.position = serving + 1, 0
+                self.epoch, self.position = epoch + 1, 0
             yield order[start : start + self._batch_size]
 
     def state_dict(self) -> dict[str, int | bool | str]:
@@ -83,7 +82,7 @@ class EpochBatches(Sampler[list[int]]):
         return self._rows_in_order(self._num_rows, epoch)
 
     def _rows_in_order(self, num_rows: int, *identity: int) -> list[int]:
-        """Row numbers, shuffled in a way of its own for each ``identity``."""
+        """Row numbers, in a different shuffled order for each ``identity``."""
         if not self._shuffle:
             return list(range(num_rows))
         # SeedSequence takes no negative numbers; the sign is an entry of its own.
@@ -127,29 +126,28 @@ class MixedBatches(EpochBatches):
 
     def _order(self, epoch: int) -> list[int]:
         first_rows = np.cumsum([0, *self._file_sizes])
-        upcoming = [iter(self._rows_of(file, epoch)) for file in range(len(self._file_sizes))]
-        return [int(first_rows[file]) + next(upcoming[file]) for file in self._files]
+        file_rows = [iter(self._rows_of(file, epoch)) for file in range(len(self._file_sizes))]
+        return [int(first_rows[file]) + next(file_rows[file]) for file in self._files]
 
     def _rows_of(self, file: int, epoch: int) -> list[int]:
         """The rows of a file in ``epoch``: a slice of an infinite sequence of permutations of its rows."""
         size, count = self._file_sizes[file], self._rows_per_epoch[file]
         first = epoch * count
-        passes = range(first // size, (first + count - 1) // size + 1)
-        rows = [row for number in passes for row in self._rows_in_order(size, file, number)]
+        permutations = range(first // size, (first + count - 1) // size + 1)
+        rows = [row for number in permutations for row in self._rows_in_order(size, file, number)]
         return rows[first % size : first % size + count]
 
 
 def spread_files_by_weight(weights: Sequence[float], count: int) -> list[int]:
-    """``count`` file numbers, spread as evenly as ``weights`` (positive, in any unit) allow: the file that is
-    furthest behind its share comes next, the first of several.
-    """
+    """``count`` file numbers, spread as evenly as ``weights`` (positive, in any unit) allow: the next one is
+    the file furthest below its share, the first of equals."""
     shares = [weight / sum(weights) for weight in weights]
-    served = [0] * len(shares)
+    counts = [0] * len(shares)
     order = []
-    for position in range(1, count + 1):
-        behind = [position * share - done for share, done in zip(shares, served, strict=True)]
-        file = behind.index(max(behind))
-        served[file] += 1
+    for length in range(1, count + 1):
+        deficits = [length * share - file_count for share, file_count in zip(shares, counts, strict=True)]
+        file = deficits.index(max(deficits))
+        counts[file] += 1
         order.append(file)
     return order
 
@@ -166,11 +164,11 @@ def describe_lengths(lengths: Sequence[int], num_prompts: int, limit: int) -> st
     shares = ", ".join(
         f"{_bin_name(exponent)}: {count / len(ordered):.0%}" for exponent, count in bins.items()
     )
-    longer = sum(length > limit for length in ordered)
-    counted = f"{num_prompts}" if len(ordered) == num_prompts else f"{len(ordered)} of {num_prompts}"
+    num_overlong = sum(length > limit for length in ordered)
+    sample = f"{num_prompts}" if len(ordered) == num_prompts else f"{len(ordered)} of {num_prompts}"
     return (
-        f"{counted} prompts by tokens: {shares}; median {ordered[(len(ordered) - 1) // 2]}, longest "
-        f"{ordered[-1]}, data.max_prompt_length={limit}, longer {longer / len(ordered):.1%}"
+        f"{sample} prompts by tokens: {shares}; median {ordered[(len(ordered) - 1) // 2]}, longest "
+        f"{ordered[-1]}, data.max_prompt_length={limit}, longer {num_overlong / len(ordered):.1%}"
     )
 
 
@@ -189,7 +187,7 @@ class PromptRow:
     """One prompt of the data set."""
 
     row_index: int
-    """Index among all rows of the files before selection and filter; part of the seed of the row's samples.
+    """Index among all rows of the files, before selection and filter; part of the seeds of the row's samples.
     """
     prompt_token_ids: list[int]
     """Token ids of the prompt under the chat template, up to the start of the answer."""
@@ -212,7 +210,7 @@ class PromptRow:
         return self.messages if self.opening is None else self.opening.messages
 
     def for_environment(self) -> dict[str, Any]:
-        """The row as environments get it, see ``Episode.row``."""
+        """The row for environments; see ``Episode.row``."""
         return {
             "prompt": self.messages,
             "data_source": self.data_source,
@@ -222,9 +220,9 @@ class PromptRow:
         }
 
 
-def chosen_rows(num_rows: int, max_samples: int, seed: int | None) -> Sequence[int]:
-    """At most ``max_samples`` (-1: all) of ``num_rows`` rows, in ascending order: chosen at random with
-    ``seed``, or the first ones when it is None."""
+def select_rows(num_rows: int, max_samples: int, seed: int | None) -> Sequence[int]:
+    """At most ``max_samples`` (-1: all) of ``num_rows`` row numbers, ascending: a random sample with
+    ``seed``, the first ones when it is None."""
     if not 0 <= max_samples < num_rows:
         return range(num_rows)
     if seed is None:
@@ -256,7 +254,7 @@ class PromptDataset(Dataset[PromptRow]):
         self._tokenizer = tokenizer
         self._config = config
         seed = config.seed if config.shuffle else None
-        self._row_indices = chosen_rows(self._ends[-1], max_samples, seed)
+        self._row_indices = select_rows(self._ends[-1], max_samples, seed)
         limit = config.max_prompt_length
         if config.filter_overlong_prompts:
             self._row_indices = [
@@ -281,10 +279,10 @@ class PromptDataset(Dataset[PromptRow]):
 
     def data_sources(self) -> dict[str, str]:
         """Every data source with the location of its first prompt."""
-        of_rows = [source for file in self._files for source in file.column("data_source")]
+        sources = [source for file in self._files for source in file.column("data_source")]
         first_rows: dict[str, int] = {}
         for row_index in self._row_indices:
-            first_rows.setdefault(str(of_rows[row_index]), row_index)
+            first_rows.setdefault(str(sources[row_index]), row_index)
         return {source: self._record(row_index)[1] for source, row_index in first_rows.items()}
 
     def describe_lengths(self, at_most: int = 1000) -> str:
@@ -292,26 +290,26 @@ class PromptDataset(Dataset[PromptRow]):
         the options."""
         rows = [self._record(self._row_indices[index]) for index in evenly_spread(len(self), at_most)]
         token_ids = [(self._encode(*row)[1], row[1]) for row in rows]
-        for ids, where in token_ids:
-            fit_prompt(ids, self._config, where)
+        for ids, location in token_ids:
+            fit_prompt(ids, self._config, location)
         lengths = [len(ids) for ids, _ in token_ids]
         return describe_lengths(lengths, len(self), self._config.max_prompt_length)
 
     def row(self, row_index: int) -> PromptRow:
-        """The prompt of a row of the files. Raises ``ValueError`` when the choice of rows has none of this
-        index."""
+        """The prompt of a row of the files. Raises ``ValueError`` when the row is not selected."""
         if row_index not in self._row_indices:
             raise ValueError(
-                f"the checkpoint was sampling row {row_index} of data.train_files, which the chosen rows do "
-                "not have. Give the data it was trained on, or start anew with trainer.resume_mode=disable."
+                f"a resumed run must read the data it was started with, but row {row_index} of "
+                "data.train_files, which the checkpoint was sampling, is not selected now. Restore the data, "
+                "or start a new run with trainer.resume_mode=disable."
             )
         return self[self._row_indices.index(row_index)]
 
     def __getitem__(self, index: int) -> PromptRow:
         """The prompt at ``index``, truncated. Raises ``ValueError`` when it is malformed or too long."""
         row_index = self._row_indices[index]
-        record, where = self._record(row_index)
-        messages, token_ids = self._encode(record, where)
+        record, location = self._record(row_index)
+        messages, token_ids = self._encode(record, location)
         reward_model = record["reward_model"]
         if (
             record["data_source"] is None
@@ -320,61 +318,62 @@ class PromptDataset(Dataset[PromptRow]):
         ):
             raise ValueError(
                 "a row must have a data_source and a reward_model {'style': ..., 'ground_truth': ...}, got "
-                f"{record['data_source']!r} and {reward_model!r} in {where}. Convert the file."
+                f"{record['data_source']!r} and {reward_model!r} in {location}. Convert the file."
             )
         return PromptRow(
             row_index=row_index,
-            prompt_token_ids=fit_prompt(token_ids, self._config, where),
+            prompt_token_ids=fit_prompt(token_ids, self._config, location),
             messages=messages,
             data_source=str(record["data_source"]),
             ground_truth=reward_model["ground_truth"],
-            extra_info=_extra_info(record, where),
+            extra_info=_extra_info(record, location),
             agent_name=record.get("agent_name"),
         )
 
     def _record(self, row_index: int) -> tuple[Record, str]:
-        """A row of the files, and its location in words."""
+        """A row of the files, and its location for messages."""
         number = bisect.bisect_right(self._ends, row_index)
         file = self._files[number]
-        within = row_index - (self._ends[number] - len(file))
-        return file[within], f"row {within} of {file.path}"
+        file_row = row_index - (self._ends[number] - len(file))
+        return file[file_row], f"row {file_row} of {file.path}"
 
-    def _encode(self, record: Record, where: str) -> tuple[list[dict[str, Any]], list[int]]:
+    def _encode(self, record: Record, location: str) -> tuple[list[dict[str, Any]], list[int]]:
         """A record's messages and their token ids, untruncated."""
-        messages = check_messages(record[self._config.prompt_key], self._config.prompt_key, where)
+        messages = check_messages(record[self._config.prompt_key], self._config.prompt_key, location)
         try:
             return messages, encode_prompt(self._tokenizer, messages, self._config.apply_chat_template_kwargs)
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
+            raise ValueError(f"{location}: {error}") from error
 
 
 def _record_file(path: str, prompt_key: str) -> RecordFile | VerifiersRecords:
     required = (prompt_key, "data_source", "reward_model")
-    further = ("extra_info", "agent_name", *VerifiersRecords.COLUMNS)
-    file = RecordFile(path, (), [*required, *further])
+    optional = ("extra_info", "agent_name", *VerifiersRecords.COLUMNS)
+    file = RecordFile(path, (), [*required, *optional])
     if VerifiersRecords.fits(file):
         return VerifiersRecords(file, prompt_key)
     file.require(required)
     file.check_messages(prompt_key)
-    file.check_given("data_source")
-    file.check_given("reward_model")
+    file.check_not_null("data_source")
+    file.check_not_null("reward_model")
     return file
 
 
-def _extra_info(record: Record, where: str) -> dict[str, Any]:
+def _extra_info(record: Record, location: str) -> dict[str, Any]:
     extra_info = record.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise ValueError(
             "column 'extra_info' must hold a mapping of further fields or null, got "
-            f"{str(extra_info)[:80]!r} in {where}."
+            f"{str(extra_info)[:80]!r} in {location}."
         )
     return extra_info or {}
 
 
-def fit_prompt(token_ids: list[int], config: DataConfig, where: str) -> list[int]:
-    """``token_ids`` cut to the maximum length according to ``truncation``; ``middle`` cuts out the middle.
+def fit_prompt(token_ids: list[int], config: DataConfig, location: str) -> list[int]:
+    """``token_ids`` truncated to ``data.max_prompt_length`` as ``data.truncation`` says; ``middle`` removes
+    the middle.
 
-    Raises ``ValueError`` naming the row (``where``) when the prompt is longer and ``truncation`` is
+    Raises ``ValueError`` with the row's ``location`` when a prompt is too long and ``truncation`` is
     ``error``.
     """
     limit = config.max_prompt_length
@@ -391,7 +390,7 @@ def fit_prompt(token_ids: list[int], config: DataConfig, where: str) -> list[int
         case "error":
             raise ValueError(
                 f"a prompt must have at most data.max_prompt_length={limit} tokens, got {len(token_ids)} in "
-                f"{where}. Raise the limit, set data.filter_overlong_prompts=True, or choose "
+                f"{location}. Raise the limit, set data.filter_overlong_prompts=True, or choose "
                 "data.truncation=left, right or middle."
             )
 
@@ -400,8 +399,8 @@ def build_train_loader(config: DataConfig, tokenizer: Any) -> "StatefulDataLoade
     """Build a loader of batches of ``config.gen_batch_size`` prompts; an iteration is an epoch, without an
     incomplete batch.
 
-    ``state_dict`` and ``load_state_dict`` of the loader resume exactly, also between two epochs. Raises
-    ``ValueError`` for invalid data.
+    Its ``state_dict`` and ``load_state_dict`` resume exactly, also between two epochs. Raises ``ValueError``
+    for invalid data.
     """
     dataset = PromptDataset(config.train_files, tokenizer, config, config.train_max_samples)
     if len(dataset) < config.gen_batch_size:
@@ -437,14 +436,13 @@ def build_validation_rows(config: DataConfig, tokenizer: Any) -> list[PromptRow]
 
 
 class PromptStream:
-    """Draws batches from a loader; an iteration of the loader is an epoch, and the next one starts
-    automatically."""
+    """An endless stream of a loader's batches, epoch after epoch."""
 
     def __init__(self, loader: Any, saved: Mapping[str, Any] | None = None) -> None:
-        """``loader``: result of ``build_train_loader``; it must have no other consumer. ``saved``: the state
-        to go on from; None: the beginning."""
+        """``loader``: result of ``build_train_loader``; nobody else may iterate it. ``saved``: the state to
+        resume; None: the beginning."""
         self._loader = loader
-        self._passing: Iterator[list[PromptRow]] | None = None
+        self._epoch_batches: Iterator[list[PromptRow]] | None = None
         self._batches_drawn = 0
         if saved is not None:
             self.load_state_dict(dict(saved))
@@ -456,18 +454,17 @@ class PromptStream:
     def draw(self) -> tuple[int, list[PromptRow]]:
         """The next batch and its epoch, counted from 0."""
         while True:
-            if self._passing is None:
-                self._passing = iter(self._loader)
-            rows = next(self._passing, None)
+            if self._epoch_batches is None:
+                self._epoch_batches = iter(self._loader)
+            rows = next(self._epoch_batches, None)
             if rows is not None:
                 epoch = self._batches_drawn // len(self)
                 self._batches_drawn += 1
                 return epoch, rows
-            self._passing = None
+            self._epoch_batches = None
 
     def row(self, row_index: int) -> PromptRow:
-        """The prompt of one row of the data. Raises ``ValueError`` when the run's choice of rows has none of
-        this index."""
+        """See ``PromptDataset.row``."""
         row: PromptRow = self._loader.dataset.row(row_index)
         return row
 
@@ -476,13 +473,13 @@ class PromptStream:
         return {"batches_drawn": self._batches_drawn, "loader": self._loader.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a ``state_dict``. Raises ``ValueError`` when it is invalid or of other data or another
+        """Resume from a ``state_dict``. Raises ``ValueError`` when it is invalid, or of other data or another
         order."""
         if state.keys() != {"batches_drawn", "loader"}:
             raise ValueError(
                 f"the data position of a checkpoint must hold batches_drawn and loader, got {sorted(state)}: "
-                "it was written by another release. Start anew with trainer.resume_mode=disable."
+                "another release wrote it. Start a new run with trainer.resume_mode=disable."
             )
         self._batches_drawn = int(state["batches_drawn"])
         self._loader.load_state_dict(state["loader"])
-        self._passing = iter(self._loader)  # now, and not at the first batch, it says what does not fit
+        self._epoch_batches = iter(self._loader)  # checks the state now, not at the first batch

@@ -1,4 +1,4 @@
-"""The records of an episode: what an environment is told, and what it answers."""
+"""The records of an episode, which the trainer and an environment exchange."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,12 +105,16 @@ class Reply:
         return self.done or self.truncated
 
     def joined(self, last: "Reply") -> "Reply":
-        """This reply and the ``last`` one, to a turn that had no room, as one that ends the episode."""
+        """One reply that ends the episode, from this one and the ``last`` one, to a turn that had no room."""
         names = {**self.metrics, **last.metrics}
         metrics = {name: self.metrics.get(name, 0.0) + last.metrics.get(name, 0.0) for name in names}
-        again = self.asked_again + last.asked_again
-        reward, facts = self.reward + last.reward, {**self.extra_info, **last.extra_info}
-        return Reply(reward=reward, truncated=True, metrics=metrics, asked_again=again, extra_info=facts)
+        return Reply(
+            reward=self.reward + last.reward,
+            truncated=True,
+            metrics=metrics,
+            asked_again=self.asked_again + last.asked_again,
+            extra_info={**self.extra_info, **last.extra_info},
+        )
 
 
 def _plain(name: str, value: object) -> Any:

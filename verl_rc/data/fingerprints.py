@@ -1,4 +1,4 @@
-"""Fingerprints of rows of tokens: by them a step notices that it trains on other tokens than were sampled."""
+"""Fingerprints of rows of tokens: by them a step detects that it trains on tokens that were not sampled."""
 
 import functools
 import hashlib
@@ -13,8 +13,7 @@ from verl_rc.data.ragged_column import RaggedColumn
 
 _SEED = 0x5EED
 _TOKENS_AT_ONCE = 1 << 15
-"""Number of 8-byte numbers per block, which fit into a core's cache: four to six times as fast as all rows at
-once."""
+"""8-byte numbers of a block that fits into a core's cache: four to six times as fast as all rows at once."""
 
 
 class TokensChangedError(RuntimeError):
@@ -57,8 +56,8 @@ def _fingerprints_of_lists(tokens: TokenBatch) -> Tensor:
 
 
 def fingerprints_of_samples(prompts: Sequence[Sequence[int]], samples: Sequence[Sample]) -> Tensor:
-    """int64 ``[B]``: the ``fingerprints`` of the batch that ``B`` samples behind their prompts (token ids)
-    are to become, from what the engines returned, which nobody has padded yet."""
+    """int64 ``[B]``: the ``fingerprints`` of the batch of ``B`` prompts (token ids) and their samples,
+    computed from the engines' results before any padding."""
     prompt_factors = _factors(max(map(len, prompts), default=0), 0)
     width = max((num_tokens(sample.parts) for sample in samples), default=0)
     totals = []
@@ -69,7 +68,7 @@ def fingerprints_of_samples(prompts: Sequence[Sequence[int]], samples: Sequence[
 
 
 def _fingerprint_of_parts(parts: Sequence[Part | Answer], width: int) -> Tensor:
-    """int64 ``[]``: of a response of at most ``width`` tokens."""
+    """int64 ``[]``: fingerprint of a response of at most ``width`` tokens."""
     sizes = torch.tensor([len(part.token_ids) for part in parts], dtype=torch.int64)
     is_part = torch.tensor([isinstance(part, Part) for part in parts], dtype=torch.bool)
     ids = torch.cat([torch.empty(0, dtype=torch.int32), *(part.token_ids for part in parts)]).long()
@@ -86,7 +85,8 @@ def _fingerprint_of_parts(parts: Sequence[Part | Answer], width: int) -> Tensor:
 
 
 def _digest(values: Tensor, stream: int) -> int:
-    """int64: BLAKE2b of the values' bytes, of which multilinear hashing would make 8 each; 0 of none."""
+    """int64: BLAKE2b of the values' bytes, which needs an eighth of the memory of multilinear hashing; 0
+    without values."""
     if not len(values):
         return 0
     digest = hashlib.blake2b(values.numpy().data, digest_size=8, salt=bytes([stream]))

@@ -1,9 +1,7 @@
-"""Groups on their way through an asynchronous run: a prompt with its samples, each a list of what was sampled
-and answered.
+"""Groups of an asynchronous run: a prompt with its samples, each a list of parts and answers.
 
-A response is a list of parts; a part is what one request sampled under one version of the weights. A new turn
-after an environment's answer, an update of the weights, a lost engine and a resumed run are one thing: to go
-on from the tokens so far.
+A part is what one request sampled under one version of the weights. After an environment's answer, an update
+of the weights, a lost engine or a resumed run, a sample continues from its tokens so far.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +22,7 @@ Fate = Literal["kept", "trained", "filtered", "failed", "stale", "surplus"]
 
 @dataclass
 class GroupSample:
-    """One response while it grows. The only record here that changes."""
+    """One response of a group, which changes while it grows."""
 
     number: int
     """Number of its group."""
@@ -35,7 +33,7 @@ class GroupSample:
     response: Sample
     """So far; once it has ended, as the engine returned it."""
     ended: bool = False
-    """Whether the response is whole."""
+    """Whether the response is complete."""
 
     @property
     def num_sampled(self) -> int:
@@ -50,7 +48,7 @@ class GroupSample:
 
 @dataclass(frozen=True)
 class Scores:
-    """What the reward function said of some samples, in their order."""
+    """Results of the reward function for ``n`` samples, in their order."""
 
     values: Tensor
     """float32 ``[n]``: with the overlong penalty, if there is one."""
@@ -103,11 +101,11 @@ class Group:
     samples: Sequence[GroupSample]
     """``rollout.n`` of them, in the order of their index; with ``remax`` a greedy one comes last."""
     scores: Scores | None = None
-    """Scores of its samples; None: it is not whole, or not scored yet."""
+    """Scores of its samples; None: some have not ended, or they are not scored yet."""
     fate: Fate | None = None
     """``kept``: it will be trained on; None: undecided."""
     attempt: int = 0
-    """How often it was begun anew after a sample had failed: part of the seeds of its samples."""
+    """Number of restarts after a sample had failed: part of the seeds of its samples."""
 
     @property
     def is_whole(self) -> bool:
@@ -147,11 +145,11 @@ class Group:
 
 
 def pack(groups: Sequence[Group]) -> dict[str, Any]:
-    """Groups for a checkpoint: two flat tensors for the tokens (8 bytes each), two for each column beside the
-    sampled ones, plain data for the rest.
+    """Groups for a checkpoint: two flat tensors for all tokens (8 bytes a token), two for each column of
+    sampled tokens, and plain data.
 
-    Parts are closed when a checkpoint is written, so a sample that has not ended waits to be continued. Of
-    its prompt a group keeps the row's index alone, unless an environment has opened it.
+    A sample that has not ended is continued from its parts after the checkpoint. A prompt is saved as the
+    index of its row, unless an environment has opened it.
     """
     turns = [turn for group in groups for sample in group.samples for turn in sample.response.parts]
     parts = [turn for turn in turns if isinstance(turn, Part)]
@@ -175,9 +173,10 @@ def pack(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def unpack(packed: dict[str, Any], row_of: Callable[[int], PromptRow]) -> list[Group]:
-    """The groups of ``pack``, in order. ``row_of`` gives the prompt of a row's index.
+    """The groups of ``pack``, in order. ``row_of`` returns the prompt of a row's index.
 
-    Raises ``ValueError`` when tokens are left over or missing, or a group with scores is not whole.
+    Raises ``ValueError`` when tokens are left over or missing, or a group with scores has a sample that has
+    not ended.
     """
     turns = [turn for plain in packed["groups"] for sample in plain["samples"] for turn in sample["turns"]]
     lengths = [length for length, version, *_ in turns if version is not None]
@@ -193,14 +192,14 @@ def unpack(packed: dict[str, Any], row_of: Callable[[int], PromptRow]) -> list[G
         if version is None:
             return Answer(next(token_ids), restarts)
         start = next(starts)
-        of_part = {name: column[start : start + length] for name, column in columns.items()}
-        return Part(next(token_ids), next(log_probs), version, of_part)
+        part_columns = {name: column[start : start + length] for name, column in columns.items()}
+        return Part(next(token_ids), next(log_probs), version, part_columns)
 
     return [_group(plain, row_of(plain["row_index"]), turn) for plain in packed["groups"]]
 
 
 def _split(values: Tensor, lengths: list[int]) -> Iterator[Tensor]:
-    """Copies of the parts of a flat tensor, one behind the other."""
+    """Copies of consecutive parts of a flat tensor."""
     if len(values) != sum(lengths):
         raise ValueError(f"saved groups must have {sum(lengths)} tokens, got {len(values)}.")
     return map(torch.clone, torch.split(values, lengths))
@@ -252,14 +251,14 @@ def _group(plain: dict[str, Any], row: PromptRow, turn: Callable[..., Part | Ans
             row.prompt_token_ids,
             Sample(
                 index,
-                [turn(*facts) for facts in one["turns"]],
-                one["finished"],
-                [_reply(reply) for reply in one["replies"]],
-                one["state"],
+                [turn(*facts) for facts in sample["turns"]],
+                sample["finished"],
+                [_reply(reply) for reply in sample["replies"]],
+                sample["state"],
             ),
-            one["ended"],
+            sample["ended"],
         )
-        for index, one in enumerate(plain["samples"])
+        for index, sample in enumerate(plain["samples"])
     ]
     facts = {name: plain[name] for name in ("number", "epoch", "admitted_for_step", "admitted_at", "attempt")}
     group = Group(row=row, samples=samples, **facts)

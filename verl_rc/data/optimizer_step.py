@@ -1,4 +1,4 @@
-"""What became of one optimizer step: ranks report it; ledger, guards and metrics read it."""
+"""The result of one optimizer step: ranks report it; ledger, guards and metrics read it."""
 
 import math
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ class OptimizerStep:
     grad_norm: float
     """Norm of the whole gradient before clipping, without the scale of the loss."""
     loss_scale: float | None = None
-    """What the loss was multiplied by, in float16; None: it was not."""
+    """Factor of the loss in float16; None in other precisions."""
     cosine_with_past: float | None = None
-    """Of the whole gradient and the optimizer's mean of those before; None: there were none, or the step was
-    not taken."""
+    """Cosine of the gradient and the optimizer's mean of past gradients; None without past gradients, and
+    where the step was not taken."""
 
     @property
     def outcome(self) -> Outcome:
         """The account of the ledger that the step's tokens belong to: ``trained`` where the step was taken.
 
-        A gradient that is not finite is an ``overflow`` of float16 while a smaller scale may help, and a
-        fault after that.
+        A gradient that is not finite is an ``overflow`` while the loss scale is above 1, else
+        ``nonfinite``.
         """
         if math.isfinite(self.grad_norm):
             return "trained"

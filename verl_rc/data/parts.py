@@ -1,5 +1,5 @@
-"""The pieces of a response: what one request sampled under one version of the weights, and what the
-environment answered in between; and samples, which are made of them."""
+"""Samples and their parts: tokens that one request sampled under one version of the weights, and answers of
+the environment between them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +27,7 @@ class Part:
     version: int
     """Training steps done when those weights were published; ``UNKNOWN`` where no update has come yet."""
     columns: Mapping[str, RaggedColumn] = field(default_factory=dict)
-    """What the engine has recorded beside each token, by the name that its fields in ``TokenBatch`` begin
-    with."""
+    """Lists that the engine recorded beside each token, by name in ``COLUMNS``."""
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` naming what does not fit."""
@@ -54,12 +53,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens that the environment said between two turns of the policy."""
+    """Tokens of the environment between two turns of the policy."""
 
     token_ids: Tensor
     """int32 ``[T]``, at least one."""
     restarts: bool = False
-    """They begin another conversation: the next turn sees nothing of what is before them."""
+    """They begin another conversation: the next turn does not see the tokens before them."""
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` naming what does not fit."""
@@ -72,7 +71,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sample:
-    """What an engine returns for a request: a response that has ended, or one that is still growing."""
+    """The result of a request to an engine: a response that has ended, or one that is still growing."""
 
     number: int
     """Number of the request."""
@@ -81,9 +80,9 @@ class Sample:
     finished: bool = False
     """Ended by a stop token (False: cut off at a limit, or still growing)."""
     replies: Sequence[Reply] = ()
-    """What the environment replied, turn by turn; nothing is replied to a turn that is still growing."""
+    """The environment's reply to each turn that has ended."""
     state: bytes | None = None
-    """Of the environment after the last reply."""
+    """State of the environment after the last reply."""
     engine: int | None = None
     """Number of the engine; None: the run has one, or the sample comes from a checkpoint."""
 
@@ -109,46 +108,47 @@ def token_ids(parts: Sequence[Part | Answer]) -> list[int]:
 
 
 def columns_of(part: Part | Answer) -> Mapping[str, RaggedColumn]:
-    """What is recorded beside tokens: nothing beside those of the environment."""
+    """The lists recorded beside tokens; none beside the environment's."""
     return part.columns if isinstance(part, Part) else {}
 
 
 def context(prompt: Sequence[int], parts: Sequence[Part | Answer]) -> list[int]:
-    """The tokens that the next one is sampled behind: those since a conversation began last."""
+    """The tokens that the next sampled token sees: all since the last conversation began."""
     begins = [place for place, part in enumerate(parts) if isinstance(part, Answer) and part.restarts]
     return token_ids(parts[begins[-1] :]) if begins else [*prompt, *token_ids(parts)]
 
 
 def num_since_sampled(prompt: Sequence[int], parts: Sequence[Part | Answer]) -> int:
-    """Tokens of ``context`` from the last one on that was sampled; all of them where none was."""
-    behind = 0
+    """Tokens of ``context`` from the last sampled one on; all of them where none was sampled."""
+    num_answered = 0
     for part in reversed(parts):
         if isinstance(part, Part):
-            return behind + 1
-        behind += len(part.token_ids)
+            return num_answered + 1
+        num_answered += len(part.token_ids)
         if part.restarts:
-            return behind
-    return len(prompt) + behind
+            return num_answered
+    return len(prompt) + num_answered
 
 
 def num_answers(parts: Sequence[Part | Answer]) -> int:
-    """Answers of the environment: one for all messages behind a turn."""
+    """Number of answers of the environment: one for all messages after a turn."""
     return sum(isinstance(part, Answer) for part in parts)
 
 
 def last_turn(parts: Sequence[Part | Answer]) -> list[Part]:
-    """What the policy sampled behind the last answer of the environment."""
+    """The parts sampled after the last answer of the environment."""
     turn = list(takewhile(lambda part: isinstance(part, Part), reversed(parts)))
     return [part for part in reversed(turn) if isinstance(part, Part)]
 
 
 def num_turns(parts: Sequence[Part | Answer]) -> int:
-    """Messages of a conversation: the prompt, the policy's turns, the answers. Parts in a row: one turn."""
+    """Number of messages of a conversation: the prompt, the policy's turns and the answers. Consecutive parts
+    are one turn."""
     return 1 + sum(is_turn for is_turn, _ in runs(parts)) + num_answers(parts)
 
 
 def runs(parts: Sequence[Part | Answer]) -> list[tuple[bool, list[Part | Answer]]]:
-    """The parts, those in a row of one kind together: a turn of the policy (True), or answers behind it."""
+    """Consecutive parts of one kind together: a turn of the policy (True), or the answers after it."""
     return [(is_turn, list(run)) for is_turn, run in groupby(parts, lambda part: isinstance(part, Part))]
 
 

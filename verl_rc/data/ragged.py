@@ -1,4 +1,4 @@
-"""Records without padding: what crosses from one process to another, and what a micro-batch is cut from."""
+"""Records without padding: they cross from one process to another, and micro-batches are cut from them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -16,7 +16,7 @@ Column: TypeAlias = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Ragged(Generic[Record]):
-    """Rows of a record, each with the tokens it has."""
+    """Rows of a record without padding."""
 
     kind: type[Record]
     columns: Mapping[str, Column]
@@ -78,8 +78,8 @@ class Ragged(Generic[Record]):
 
 
 def token_values(values: Tensor, lengths: Tensor, rows: Iterable[int], symbols: str = "BR") -> Column:
-    """The values of real tokens of these padded rows (``[B, width]``, or several a token: ``[B, width, W]``),
-    of ``lengths``, one row after the other; token ids and versions as int32."""
+    """The values of the real tokens of padded rows (``[B, width]``, or ``[B, width, W]``), row after row;
+    int64 becomes int32. ``lengths`` are those of ``rows``."""
     padded = values.numpy()
     real = [
         padded[row, _real(symbols, padded.shape[1], length)]
@@ -107,5 +107,7 @@ def padded_values(name: str, column: Column, lengths: Tensor, width: int) -> Ten
 
 
 def _real(symbols: str, width: int, length: int) -> slice:
-    """Where the tokens of a row are. To index by a mask of all rows needs 8 bytes for each value."""
-    return slice(width - length, width) if symbols == "BP" else slice(length)  # padding is on a prompt's left
+    """Where the tokens of a row lie. A mask of all rows as index would need 8 bytes for each value."""
+    return (
+        slice(width - length, width) if symbols == "BP" else slice(length)
+    )  # a prompt is padded on its left

@@ -1,5 +1,5 @@
-"""Numbers beside sampled tokens, as many for each token as it has: the tokens that a filter has kept, for
-one."""
+"""Lists of integers beside sampled tokens, of different lengths: the tokens that a filter kept, or
+experts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ class RaggedColumn:
     """A list of integers for each of T tokens."""
 
     offsets: np.ndarray[Any, Any]
-    """int64 ``[T + 1]``, from 0: those of token t are ``values[offsets[t]:offsets[t + 1]]``."""
+    """int64 ``[T + 1]``, from 0: the list of token t is ``values[offsets[t]:offsets[t + 1]]``."""
     values: np.ndarray[Any, Any]
-    """``[offsets[T]]``, of any dtype of integers."""
+    """``[offsets[T]]``, of any integer dtype."""
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` when the offsets are not those of the values."""
+        """Raise ``ValueError`` when the offsets do not fit the values."""
         offsets = self.offsets
         ends = offsets[[0, -1]].tolist() if len(offsets) else []
         if ends != [0, len(self.values)] or (np.diff(offsets) < 0).any():
@@ -34,22 +34,23 @@ class RaggedColumn:
 
     @classmethod
     def joined(cls, columns: Sequence["RaggedColumn"]) -> "RaggedColumn":
-        """At least one column, one behind the other."""
+        """The concatenation of at least one column."""
         return cls.from_counts(
-            np.concatenate([one.counts for one in columns]), np.concatenate([one.values for one in columns])
+            np.concatenate([column.counts for column in columns]),
+            np.concatenate([column.values for column in columns]),
         )
 
     @classmethod
-    def empty(cls, tokens: int) -> "RaggedColumn":
-        """A column that has nothing for any of so many tokens."""
-        return cls(np.zeros(tokens + 1, dtype=np.int64), np.zeros(0, dtype=np.uint8))
+    def empty(cls, num_tokens: int) -> "RaggedColumn":
+        """A column of empty lists."""
+        return cls(np.zeros(num_tokens + 1, dtype=np.int64), np.zeros(0, dtype=np.uint8))
 
     def __len__(self) -> int:
         """Number of tokens."""
         return len(self.offsets) - 1
 
     def __getitem__(self, tokens: slice) -> "RaggedColumn":
-        """The column of some tokens, as a copy."""
+        """A copy of the column of a slice of tokens."""
         first, end, _ = tokens.indices(len(self))
         offsets = self.offsets[first : end + 1]
         return RaggedColumn(offsets - offsets[0], self.values[offsets[0] : offsets[-1]].copy())

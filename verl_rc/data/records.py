@@ -1,5 +1,5 @@
-"""Reading rows from parquet, JSON lines or JSON files, or from the user's own class, with errors that name
-the row."""
+"""Reading rows from parquet, JSON lines or JSON files, or from the user's class, with errors that name the
+row."""
 
 import inspect
 import json
@@ -74,7 +74,7 @@ class RecordFile:
         for row, messages in enumerate(self._table.column(name)):
             check_messages(messages.as_py(), name, f"row {row} of {self.path}")
 
-    def check_given(self, name: str) -> None:
+    def check_not_null(self, name: str) -> None:
         """Raise ``ValueError`` naming the first row whose column ``name`` is null."""
         row = self._table.column(name).is_null().index(True).as_py()
         if row >= 0:
@@ -82,12 +82,13 @@ class RecordFile:
                 f"column {name!r} must hold a value in every row, but row {row} of {self.path} has none."
             )
 
-    def _converted(self, convert: Callable[[], T], what: str) -> T:
+    def _converted(self, convert: Callable[[], T], part: str) -> T:
+        """The result of ``convert``. Raises ``ValueError`` naming the ``part`` of the file."""
         try:
             return convert()
         except Exception as error:
             raise ValueError(
-                f"{what} of {self.path} must be readable, but are not: {error}. Write it anew."
+                f"{part} of {self.path} must be readable, got the error: {error}. Write the file anew."
             ) from error
 
 
@@ -157,9 +158,8 @@ def _read_table(path: str) -> pa.Table:
         )
     try:
         if file.suffix == ".jsonl":
-            lines = file.read_text(encoding="utf-8").split(
-                "\n"
-            )  # and no others: a text may hold Unicode's line separators
+            # Not splitlines(): a text may hold Unicode's line separators.
+            lines = file.read_text(encoding="utf-8").split("\n")
             return _table_of(
                 [_parsed(line, f"line {number}") for number, line in enumerate(lines, 1) if line.strip()],
                 "line",
@@ -174,20 +174,20 @@ def _read_table(path: str) -> pa.Table:
         ) from error
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parsed(text: str, location: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON: {error}") from error
+        raise ValueError(f"{location} is not JSON: {error}") from error
 
 
 def _table_of(records: Any, unit: str) -> pa.Table:
     """Records as a table of all their columns; missing values are null."""
     if not isinstance(records, list):
         raise ValueError(f"it holds no list but {type(records).__name__}")
-    odd = next((number for number, record in enumerate(records, 1) if not isinstance(record, dict)), None)
-    if odd is not None:
-        raise ValueError(f"{unit} {odd} is no record but {str(records[odd - 1])[:80]!r}")
+    bad = next((number for number, record in enumerate(records, 1) if not isinstance(record, dict)), None)
+    if bad is not None:
+        raise ValueError(f"{unit} {bad} is no record but {str(records[bad - 1])[:80]!r}")
     names = dict.fromkeys(name for record in records for name in record)
     return pa.table({name: _array_of(name, [record.get(name) for record in records]) for name in names})
 
@@ -199,19 +199,16 @@ def _array_of(name: str, values: list[Any]) -> pa.Array:
         raise ValueError(f"column {name!r} must hold values of one type: {error}") from error
 
 
-def check_messages(messages: Any, column: str, where: str) -> list[dict[str, Any]]:
+def check_messages(messages: Any, column: str, location: str) -> list[dict[str, Any]]:
     """``messages`` as chat messages without empty entries.
 
-    Raises ``ValueError`` naming ``column`` and ``where`` unless it is a list of mappings with a role and a
+    Raises ``ValueError`` naming ``column`` and ``location`` unless it is a list of mappings with a role and a
     text.
     """
-    valid = (
-        isinstance(messages, list) and len(messages) > 0 and all(_is_message(message) for message in messages)
-    )
-    if not valid:
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise ValueError(
             f"column {column!r} must hold a list of chat messages {{'role': ..., 'content': text}}, got "
-            f"{str(messages)[:120]!r} in {where}. Convert the column, or name another one."
+            f"{str(messages)[:120]!r} in {location}. Convert the column, or name another one."
         )
     # Arrow gives every message of a file the same keys and fills the gaps with None.
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
@@ -230,8 +227,7 @@ class CustomRecords:
     The class is called with verl's keyword arguments ``data_files``, ``tokenizer``, ``processor`` (always
     None) and ``config``, and has ``__len__`` and ``__getitem__``. A row is a mapping in verl's format: chat
     messages under ``data.prompt_key`` or ``raw_prompt``, ``data_source``, ``reward_model``, and
-    ``extra_info`` if there is any. Tokens, limits and the choice of rows are made from it as from a file's
-    row.
+    ``extra_info`` if there is any. It is selected, tokenised and truncated like a file's row.
     """
 
     def __init__(self, config: DataConfig, data_files: Sequence[str], tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""From samples to the padded batch that is trained on, and the proof of which weights sampled it."""
+"""The padded batch of a step's samples, and the check of the weights that sampled it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -84,7 +84,7 @@ def build_rollout_batch(
 
 
 def _columns(samples: Sequence[Sample], shape: tuple[int, int]) -> dict[str, Any]:
-    """The fields of ``COLUMNS``, from what the engine has recorded beside tokens."""
+    """The fields of ``COLUMNS`` that the engine has recorded beside tokens."""
     by_field: dict[str, Tensor] = {}
     recorded = {name for sample in samples for part in sample.parts for name in columns_of(part)}
     for name in recorded:

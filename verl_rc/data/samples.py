@@ -19,15 +19,14 @@ class Samples:
     scores: Tensor
     """float32 ``[B]``: outcome scores, including the overlong penalty if enabled."""
     prompts: list[PromptRow] = field(default_factory=list)
-    """The prompts, indexed by ``rollouts.group_ids``. Prompts, texts and extras may be empty; no formula
-    reads them."""
+    """The prompts, indexed by ``rollouts.group_ids``. Prompts, texts and extras may be empty: no loss or
+    metric of the update reads them."""
     texts: list[str] = field(default_factory=list)
     """``B`` decoded responses."""
     extras: dict[str, list[object]] = field(default_factory=dict)
     """Further columns of ``B`` values returned by the reward function, e.g. ``acc``."""
     episodes: Sequence[Sequence[Reply]] = ()
-    """What the environment replied to the turns of each of ``B`` responses; none where there is no
-    environment."""
+    """The environment's replies to the turns of each of ``B`` responses; empty without an environment."""
     reward_baselines: Tensor | None = None
     """float32 ``[B]``: score of the greedy response to each row's prompt; None unless the estimator is
     ``remax``."""
@@ -73,6 +72,6 @@ class Samples:
 
     def accuracies(self) -> list[float]:
         """``acc`` of every sample; its score when the reward function returns no ``acc``."""
-        given = self.extras.get("acc", [None] * len(self))
-        pairs = zip(given, self.scores.tolist(), strict=True)
+        accuracies = self.extras.get("acc", [None] * len(self))
+        pairs = zip(accuracies, self.scores.tolist(), strict=True)
         return [score if accuracy is None else float(str(accuracy)) for accuracy, score in pairs]

@@ -70,8 +70,8 @@ class TokenLines:
 
 
 def _plain(value: Any) -> Any:
-    """Lists and numbers of an array or a tensor; None for numbers that are not finite, which JSON lacks."""
+    """An array or a tensor as lists and numbers; None for numbers that are not finite, which JSON lacks."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,6 +1,6 @@
-"""Token records as parquet: one file a step in the run's folder, and which of them stay there.
+"""Token records as parquet: one file a step in the run's folder, within a limit.
 
-A file is written under another name and renamed, so a killed run leaves whole files only.
+A file is written under another name and renamed, so that a killed run leaves complete files only.
 """
 
 import json
@@ -47,8 +47,7 @@ def record_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def write_record(folder: Path, record: TokenRecord) -> Path:
-    """Write a record to its place in ``folder``, readable by the user alone; an earlier one of the step is
-    replaced."""
+    """Write a record into ``folder``, readable by the user alone; it replaces an earlier one of the step."""
     offsets = pa.array(np.concatenate([[0], np.cumsum(record.lengths)]).astype("int32"))
     columns: dict[str, Any] = {}
     for name, field in FIELDS.items():
@@ -83,35 +82,35 @@ def write_record(folder: Path, record: TokenRecord) -> Path:
 
 
 def read_record(path: Path) -> TokenRecord:
-    """Read a file of this version; columns that are not known are left out.
+    """Read a file of this version; columns that ``FIELDS`` lacks are left out.
 
     Raises:
-        DamagedRecordError: the file is none, is damaged, or is of another version.
+        DamagedRecordError: the file is no token record, is damaged, or is of another version.
     """
     try:
         file = parquet.ParquetFile(path)
         facts = _facts(file.schema_arrow.metadata or {})
-        known = [name for name in (*FIELDS, PROMPTS) if name in file.schema_arrow.names]
-        missing = [name for name in REQUIRED if name not in known]
+        names = [name for name in (*FIELDS, PROMPTS) if name in file.schema_arrow.names]
+        missing = [name for name in REQUIRED if name not in names]
         if missing:
             raise DamagedRecordError(f"it has no column {', '.join(missing)}")
-        table = file.read(columns=known, use_threads=False)
-        columns = {name: _column(table, name) for name in known}
+        table = file.read(columns=names, use_threads=False)
+        columns = {name: _column(table, name) for name in names}
     except (OSError, pa.ArrowException, TypeError) as error:
         raise DamagedRecordError(" ".join(str(error).split())[:200]) from error
-    of_tokens = {name: columns[name] for name in known if name != PROMPTS and FIELDS[name].is_of_tokens}
-    lengths = _same_lengths(of_tokens)
+    token_columns = {name: columns[name] for name in names if name != PROMPTS and FIELDS[name].is_of_tokens}
+    lengths = _common_lengths(token_columns)
     prompts = None
     if PROMPTS in columns:
         ids, offsets = _values(columns[PROMPTS].flatten()), columns[PROMPTS].offsets.to_numpy()
         prompts = [ids[a - offsets[0] : b - offsets[0]] for a, b in pairwise(offsets)]
-    rows = {name: _values(columns[name]) for name in known if name not in (*of_tokens, PROMPTS)}
+    rows = {name: _values(columns[name]) for name in names if name not in (*token_columns, PROMPTS)}
     return checked(
         TokenRecord(
             facts,
             with_defaults(rows, len(lengths), prompts),
             lengths,
-            {name: _values(column.flatten()) for name, column in of_tokens.items()},
+            {name: _values(column.flatten()) for name, column in token_columns.items()},
             prompts,
         )
     )
@@ -144,7 +143,7 @@ def _column(table: pa.Table, name: str) -> Any:
         stored = column.type.value_type if pa.types.is_list(column.type) else None
         kind = pa.list_(stored if stored == pa.float16() else kind)
     array = column.cast(kind).combine_chunks()
-    if isinstance(array, pa.ChunkedArray):  # of no rows at all
+    if isinstance(array, pa.ChunkedArray):  # a file without rows
         array = pa.array([], kind)
     if array.null_count or (is_list and array.flatten().null_count):
         raise DamagedRecordError(f"its column {name} has gaps")
@@ -156,19 +155,19 @@ def _values(array: Any) -> Array:
     return values.astype("float32") if values.dtype == np.float16 else values
 
 
-def _same_lengths(columns: Mapping[str, Any]) -> Array:
+def _common_lengths(columns: Mapping[str, Any]) -> Array:
     """Lengths of the rows. Raises ``DamagedRecordError`` unless all columns agree on them."""
     lengths = {name: np.diff(array.offsets.to_numpy()).astype("int64") for name, array in columns.items()}
     first = lengths["response_mask"]
-    different = [name for name, found in lengths.items() if not np.array_equal(found, first)]
+    different = [name for name, values in lengths.items() if not np.array_equal(values, first)]
     if different:
         raise DamagedRecordError(f"its columns response_mask and {', '.join(different)} differ in length")
     return first
 
 
 def set_aside_later(folder: Path, steps_done: int) -> None:
-    """Give the records after ``steps_done``, which a resumed run does again, names that no reader looks at;
-    remove half files."""
+    """Rename the records after ``steps_done``, which a resumed run writes again, so that no reader finds
+    them; remove partial files."""
     for partial in folder.glob(".step_*.partial"):
         partial.unlink(missing_ok=True)
     for step, path in record_files(folder):
@@ -177,13 +176,13 @@ def set_aside_later(folder: Path, steps_done: int) -> None:
 
 
 def thin_out(folder: Path, max_bytes: int, max_files: int, keeps: Sequence[str]) -> int:
-    """Remove files until the folder fits; returns how many went.
+    """Remove files until the folder fits; returns their number.
 
-    First those that a resumed run replaced; then every second record, beginning with the second oldest, of
-    those whose ``why`` is not in ``keeps``; at last of the others. The newest record stays.
+    First files that a resumed run has replaced; then every second record, from the second oldest on, of those
+    whose ``why`` is not in ``keeps``; last the records whose ``why`` is. The newest record stays.
     """
     sizes = {path: path.stat().st_size for path in folder.glob("*.parquet")}
-    before, total = len(sizes), sum(sizes.values())
+    num_files, total = len(sizes), sum(sizes.values())
 
     def fits() -> bool:
         return total <= max_bytes and len(sizes) <= max_files
@@ -193,21 +192,18 @@ def thin_out(folder: Path, max_bytes: int, max_files: int, keeps: Sequence[str])
         total -= sizes.pop(path)
         if fits():
             break
-    return before - len(sizes)
+    return num_files - len(sizes)
 
 
 def _in_order_of_removal(folder: Path, sizes: Mapping[Path, int], keeps: Sequence[str]) -> Iterator[Path]:
     records = [path for _, path in record_files(folder)]
     yield from sorted(set(sizes) - set(records))
-    kept = {path for path in records[:-1] if _why(path) in keeps}
-    for part in (
-        [path for path in records[:-1] if path not in kept],
-        [path for path in records[:-1] if path in kept],
-    ):
-        left = part
-        while left:
-            yield from left[1::2] if len(left) > 1 else left
-            left = left[::2] if len(left) > 1 else []
+    is_last_resort = {path: _why(path) in keeps for path in records[:-1]}
+    for last_resort in (False, True):
+        remaining = [path for path in records[:-1] if is_last_resort[path] is last_resort]
+        while remaining:
+            yield from remaining[1::2] or remaining
+            remaining = remaining[::2] if len(remaining) > 1 else []
 
 
 def _why(path: Path) -> str:

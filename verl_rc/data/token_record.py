@@ -86,7 +86,7 @@ TOKEN_CLASSES = ("word", "digits", "whitespace", "punctuation", "special", "frag
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """Some rows of one step: ``n`` rows, and the tokens of all their responses one behind the other."""
+    """``n`` rows of one step, and the tokens of all their responses, concatenated."""
 
     facts: Mapping[str, Any]
     """Of the step and its run: at least ``step`` and ``trainer``."""
@@ -95,7 +95,7 @@ class TokenRecord:
     lengths: Array
     """int64 ``[n]``: response tokens of each row."""
     tokens: Mapping[str, Array]
-    """``[sum of lengths]`` by name in ``FIELDS``; what was not computed is left out."""
+    """``[sum of lengths]`` by name in ``FIELDS``, without fields that were not computed."""
     prompts: Sequence[Array] | None = None
     """Token ids of each row's prompt."""
     left_out: Sequence[str] = ()
@@ -117,14 +117,14 @@ class TokenRecord:
         """int64 ``[tokens]``: the row of each token."""
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
-    def of_row(self, index: int) -> slice:
-        """The tokens of a row."""
+    def span(self, index: int) -> slice:
+        """Where the tokens of a row lie in ``tokens``."""
         start = int(self.starts[index])
         return slice(start, start + int(self.lengths[index]))
 
     def log_ratio(self) -> Array | None:
-        """float64 ``[tokens]``: log-prob of the trainer less that of the engine, nats; None where the former
-        is not known."""
+        """float64 ``[tokens]``: log-prob of the trainer minus that of the engine, nats; None without
+        log-probs of the trainer."""
         if "old_log_prob" not in self.tokens:
             return None
         with np.errstate(invalid="ignore"):
@@ -134,8 +134,8 @@ class TokenRecord:
         return difference
 
     def ages(self) -> Array | None:
-        """int64 ``[tokens]``: versions since the weights that sampled each token; None where those are not
-        known. They count from the fact ``current_version``, else from the newest of sampled tokens."""
+        """int64 ``[tokens]``: the fact ``current_version`` (without it, the newest version of a sampled
+        token) minus the version that sampled each token; None without versions."""
         mask = self.tokens["response_mask"]
         if "version" not in self.tokens or not mask.any():
             return None
@@ -146,8 +146,8 @@ class TokenRecord:
 
 
 def noise_scale(tokens: Mapping[str, Array]) -> Array | None:
-    """float64 ``[tokens]``: √g, the part of a logit's noise that reaches the token's log-prob; None where the
-    sum of squared probabilities or the trainer's log-prob is not known. g = 1 - 2p + sum of p²."""
+    """float64 ``[tokens]``: √g, g = 1 - 2p + sum of p²: the factor from a logit's noise to the noise of the
+    token's log-prob; None without sums of squared probabilities or log-probs of the trainer."""
     if "sum_pi_squared" not in tokens or "old_log_prob" not in tokens:
         return None
     with np.errstate(invalid="ignore"):
@@ -157,7 +157,7 @@ def noise_scale(tokens: Mapping[str, Array]) -> Array | None:
 
 
 def required_facts(facts: object) -> dict[str, Any]:
-    """Facts of a file of this version. Raises ``DamagedRecordError`` for others."""
+    """The ``facts`` of a file of this version. Raises ``DamagedRecordError`` for other files."""
     if not isinstance(facts, dict) or VERSION_FACT not in facts:
         raise DamagedRecordError("it has no facts of a token record")
     if facts[VERSION_FACT] != VERSION:
@@ -169,7 +169,7 @@ def required_facts(facts: object) -> dict[str, Any]:
 
 
 def checked(record: TokenRecord) -> TokenRecord:
-    """The record, with log-probs of the trainer that were not computed left out.
+    """The record, without the trainer's log-probs where they are all 0, so not computed.
 
     Raises:
         DamagedRecordError: no token was sampled, or log-probs of the engine are none.
@@ -207,7 +207,7 @@ def prompt_numbers(prompts: Sequence[Array]) -> Array:
 
 
 def with_defaults(rows: Mapping[str, Array], count: int, prompts: Sequence[Array] | None) -> dict[str, Array]:
-    """Columns ``[count]`` with those that every reader may ask for."""
+    """Columns ``[count]``, with defaults of those that every record has."""
     groups = np.arange(count) if prompts is None else prompt_numbers(prompts).astype("int32")
     defaults = {
         "row": np.arange(count),

@@ -1,5 +1,5 @@
-"""Rows of token records as mappings, as JSON lines hold them and readers of other trainers make them, and how
-they become records."""
+"""Rows of token records as mappings (from JSON lines, or from the files of other trainers), and their
+conversion to records."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,31 +33,31 @@ def record_of_rows(facts: Mapping[str, Any], step: int, rows: Sequence[Row]) -> 
         DamagedRecordError: a row lacks what every row must have, or its columns differ in length.
     """
     arrays = [_arrays(row, place) for place, row in enumerate(rows)]
-    names = [name for name in FIELDS if arrays and all(name in of_row for of_row in arrays)]
+    names = [name for name in FIELDS if arrays and all(name in fields for fields in arrays)]
     missing = [name for name in REQUIRED if name not in names]
     if missing:
         raise DamagedRecordError(f"every row of step {step} must have {' and '.join(missing)}")
     tokens = {
-        name: np.concatenate([of_row[name] for of_row in arrays])
+        name: np.concatenate([fields[name] for fields in arrays])
         for name in names
         if FIELDS[name].is_of_tokens
     }
     columns = {
-        name: np.array([of_row[name] for of_row in arrays], object if field.dtype == "str" else field.dtype)
+        name: np.array([fields[name] for fields in arrays], object if field.dtype == "str" else field.dtype)
         for name, field in FIELDS.items()
         if name in names and not field.is_of_tokens
     }
-    prompts = [of_row[PROMPTS] for of_row in arrays] if all(PROMPTS in of_row for of_row in arrays) else None
-    lengths = np.array([len(of_row["response_mask"]) for of_row in arrays], "int64")
+    prompts = [fields[PROMPTS] for fields in arrays] if all(PROMPTS in fields for fields in arrays) else None
+    lengths = np.array([len(fields["response_mask"]) for fields in arrays], "int64")
     facts = {VERSION_FACT: VERSION, **facts, "step": step}
     present = {*names, *([] if prompts is None else [PROMPTS])}
-    left_out = sorted({name for of_row in arrays for name in of_row} - present)
+    left_out = sorted({name for fields in arrays for name in fields} - present)
     columns = with_defaults(columns, len(rows), prompts)
     return checked(TokenRecord(facts, columns, lengths, tokens, prompts, left_out))
 
 
 def _arrays(row: Row, place: int) -> dict[str, Any]:
-    """The fields of a row that are there, those of tokens as arrays of one length."""
+    """The fields that a row has, those of tokens as arrays of one length."""
     try:
         arrays = {
             name: _array(name, value)
@@ -82,7 +82,7 @@ def _array(name: str, value: Any) -> Any:
     if name != PROMPTS and not FIELDS[name].is_of_tokens:
         return str(value) if FIELDS[name].dtype == "str" else np.dtype(FIELDS[name].dtype).type(value)
     kind = "int32" if name == PROMPTS else FIELDS[name].dtype
-    # null is a number that is not finite, of which integers have none.
+    # null becomes NaN, which integers do not have.
     values = np.asarray(value, "float64" if kind.startswith("float") else None)
     if values.size and not kind.startswith("float"):
         if values.dtype == object or not np.array_equal(values, np.rint(values)):
@@ -93,7 +93,7 @@ def _array(name: str, value: Any) -> Any:
 
 
 def parse_line(line: str) -> dict[str, Any] | None:
-    """The object of a line of JSON; None when the line is none."""
+    """The object of a JSON line; None when it holds no object."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -114,7 +114,7 @@ def records_by_step(facts: Mapping[str, Any], rows: Iterable[Row]) -> Iterator[T
 
 
 def _packed(row: Row) -> dict[str, Any]:
-    """Lists of numbers as arrays, which take a tenth of the memory; what is no number waits for its check."""
+    """The fields of a row with lists of numbers as arrays, which take a tenth of the memory."""
     return {
         name: np.array(value, "float64") if _is_numbers(value) else value
         for name, value in row.items()
@@ -123,13 +123,13 @@ def _packed(row: Row) -> dict[str, Any]:
 
 
 def _is_numbers(value: object) -> bool:
-    return isinstance(value, list) and all(one is None or isinstance(one, int | float) for one in value)
+    return isinstance(value, list) and all(item is None or isinstance(item, int | float) for item in value)
 
 
 def rows_of(record: TokenRecord) -> Iterator[dict[str, Any]]:
     """The rows of a record, as ``TokenLines.write`` takes them."""
     for index in range(len(record.lengths)):
-        place = record.of_row(index)
+        place = record.span(index)
         tokens: dict[str, Array] = {name: values[place] for name, values in record.tokens.items()}
         prompt = {} if record.prompts is None else {PROMPTS: record.prompts[index]}
         yield {"step": record.step, **{n: v[index] for n, v in record.rows.items()}, **tokens, **prompt}

@@ -42,23 +42,24 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
 def require_same_vocabulary(
     tokenizer: PreTrainedTokenizerBase, path: str, trust_remote_code: bool = False
 ) -> None:
-    """Raise ``ValueError`` unless the teacher at ``path`` can score tokens of ``tokenizer``: by the same
-    tokens under the same ids. Its output layer may have more rows."""
-    own, other = tokenizer.get_vocab(), _read_tokenizer(path, trust_remote_code).get_vocab()
-    if own != other:
-        ids_of_one = len(own.items() ^ other.items())
+    """Raise ``ValueError`` unless the teacher at ``path`` has the vocabulary of ``tokenizer``, with the same
+    ids. Its output layer may have more rows."""
+    policy_ids, teacher_ids = tokenizer.get_vocab(), _read_tokenizer(path, trust_remote_code).get_vocab()
+    if policy_ids != teacher_ids:
+        num_differences = len(policy_ids.items() ^ teacher_ids.items())
         raise ValueError(
             "a teacher scores the policy's tokens and must have its tokenizer, but that of "
-            f"{path!r} has {len(other)} tokens, that of the policy {len(own)}, and {ids_of_one} pairs of "
-            "token and id are in one of them alone; take a teacher of the policy's family as "
-            "distillation.teacher_models.teacher_model.model_path."
+            f"{path!r} has {len(teacher_ids)} tokens, that of the policy {len(policy_ids)}, and "
+            f"{num_differences} pairs of token and id are in one of them alone; take a teacher of the "
+            "policy's family as distillation.teacher_models.teacher_model.model_path."
         )
     source = AutoConfig.from_pretrained(model_source(path), trust_remote_code=trust_remote_code)
     rows = source.get_text_config().vocab_size
-    if rows <= max(own.values()):
+    largest_id = max(policy_ids.values())
+    if rows <= largest_id:
         raise ValueError(
             f"a teacher must have a weight for each token of the policy, but {path!r} has {rows} (vocab_size "
-            f"in its config.json) for ids up to {max(own.values())}; take a teacher of the policy's family."
+            f"in its config.json) for ids up to {largest_id}; take a teacher of the policy's family."
         )
 
 
@@ -111,7 +112,7 @@ def encode_prompt(
 def encode_opening(
     tokenizer: Any, opening: Opening, template_arguments: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Token ids of what an environment opens a conversation with, as ``encode_prompt`` gives them."""
+    """Token ids of an environment's ``opening``, up to the start of the assistant's answer."""
     tools = {"tools": [dict(tool) for tool in opening.tools]} if opening.tools else {}
     return encode_prompt(tokenizer, opening.messages, {**(template_arguments or {}), **tools})
 
@@ -143,8 +144,8 @@ def encode_messages(
 
 
 class ContinuationEncoder:
-    """Encodes what follows a turn of the assistant: the tokens between its EOS token and the start of its
-    next turn.
+    """Encodes the messages after a turn of the assistant: the tokens between its EOS token and the start of
+    its next turn.
 
     Only these tokens come from text. The conversation before them stays as token ids, because retokenised
     text need not give the sampled tokens.
@@ -156,14 +157,14 @@ class ContinuationEncoder:
         self._tokenizer = tokenizer
         self._arguments = dict(template_arguments or {})
         self._turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-        before = encode_messages(tokenizer, self._turns, self._arguments)
-        ends = [index for index, token_id in enumerate(before) if token_id == tokenizer.eos_token_id]
+        prefix = encode_messages(tokenizer, self._turns, self._arguments)
+        ends = [index for index, token_id in enumerate(prefix) if token_id == tokenizer.eos_token_id]
         if not ends:
             raise ValueError(
                 "for several turns the chat template must end an assistant's turn with the EOS token, but it "
-                f"renders {tokenizer.decode(before)!r}. Change the tokenizer's chat template or EOS token."
+                f"renders {tokenizer.decode(prefix)!r}. Change the tokenizer's chat template or EOS token."
             )
-        self._before = before[: ends[-1] + 1]
+        self._prefix = prefix[: ends[-1] + 1]
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of messages that answer the turn, up to the start of the next turn.
@@ -172,15 +173,15 @@ class ContinuationEncoder:
         """
         conversation = [*self._turns, *messages]
         arguments = {**self._arguments, "add_generation_prompt": True}
-        whole = encode_messages(self._tokenizer, conversation, arguments)
-        start = len(self._before)
-        if whole[:start] != self._before or len(whole) == start:
+        token_ids = encode_messages(self._tokenizer, conversation, arguments)
+        start = len(self._prefix)
+        if token_ids[:start] != self._prefix or len(token_ids) == start:
             raise ValueError(
-                "for several turns the chat template must render an answer behind the turns before it, but "
-                f"it makes {self._tokenizer.decode(whole)!r} of {conversation}. Change the tokenizer's chat "
-                "template."
+                "for several turns the chat template must render an answer after the turns before it, but "
+                f"it makes {self._tokenizer.decode(token_ids)!r} of {conversation}. Change the tokenizer's "
+                "chat template."
             )
-        return whole[start:]
+        return token_ids[start:]
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ class WorkedExample:
 
     prompt_token_ids: list[int]
     answer_token_ids: list[int]
-    """Token ids of the answer and of the chat template's text after it, starting with the EOS token."""
+    """Token ids of the answer, its EOS token, and the chat template's text after it."""
 
     @property
     def num_tokens(self) -> int:
@@ -211,29 +212,29 @@ def read_worked_examples(
     for path in files:
         file = RecordFile(path, [messages_key])
         for index in range(len(file)):
-            where = f"row {index} of {path}"
-            messages = check_messages(file[index][messages_key], messages_key, where)
-            examples.append(_encode(messages, tokenizer, max_length, where))
+            location = f"row {index} of {path}"
+            messages = check_messages(file[index][messages_key], messages_key, location)
+            examples.append(_encode(messages, tokenizer, max_length, location))
     return examples
 
 
-def _encode(messages: list[dict[str, Any]], tokenizer: Any, max_length: int, where: str) -> WorkedExample:
+def _encode(messages: list[dict[str, Any]], tokenizer: Any, max_length: int, location: str) -> WorkedExample:
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise ValueError(
             "a worked example must have a question and end with an assistant message, got the roles "
-            f"{[message['role'] for message in messages]} in {where}."
+            f"{[message['role'] for message in messages]} in {location}."
         )
     prompt = encode_prompt(tokenizer, messages[:-1])
-    whole = encode_messages(tokenizer, messages)
-    if whole[: len(prompt)] != prompt or len(whole) == len(prompt):
+    token_ids = encode_messages(tokenizer, messages)
+    if token_ids[: len(prompt)] != prompt or len(token_ids) == len(prompt):
         raise ValueError(
             "the chat template must render a conversation as its prompt followed by the answer, but in "
-            f"{where} the prompt is {tokenizer.decode(prompt)!r} and the whole {tokenizer.decode(whole)!r}. "
-            "Change the tokenizer's chat template."
+            f"{location} the prompt is {tokenizer.decode(prompt)!r} and the conversation "
+            f"{tokenizer.decode(token_ids)!r}. Change the tokenizer's chat template."
         )
-    if len(whole) > max_length:
+    if len(token_ids) > max_length:
         raise ValueError(
-            f"an example must have at most data.max_length={max_length} tokens, got {len(whole)} in {where}. "
-            "Raise the limit or remove the row."
+            f"an example must have at most data.max_length={max_length} tokens, got {len(token_ids)} in "
+            f"{location}. Raise the limit or remove the row."
         )
-    return WorkedExample(prompt, whole[len(prompt) :])
+    return WorkedExample(prompt, token_ids[len(prompt) :])

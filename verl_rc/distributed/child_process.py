@@ -1,4 +1,4 @@
-"""Processes that may hang or die: their errors, and one that runs on this machine without Ray.
+"""Processes that may hang or die: their errors, and a child process on this machine, without Ray.
 
 Imports nothing heavy: processes need it before their environment is complete.
 """
@@ -37,7 +37,8 @@ class RemoteError(RuntimeError):
     """Another process failed; the message ends with its traceback."""
 
     def __init__(self, message: str, cause: BaseException | None = None) -> None:
-        """``cause``: the exception raised in the process; None when the process died, or is a child."""
+        """``cause``: the exception raised in the process; None when the process died, or is a
+        ``ChildProcess``."""
         super().__init__(message)
         self.cause = cause
 
@@ -53,8 +54,8 @@ class HangError(ProcessLostError):
 class ChildProcess:
     """An object in a new Python process of this machine, called through a pipe.
 
-    The process and its children can be killed at any moment. It is no fork, which would inherit locks that
-    Ray's threads hold. The kernel kills it when the thread that started it ends.
+    The process and its children can be killed at any moment. It is not forked: a fork would inherit locks
+    that Ray's threads hold. The kernel kills it when the thread that started it ends.
     """
 
     def __init__(
@@ -65,9 +66,9 @@ class ChildProcess:
         timeout_seconds: float = math.inf,
         **arguments: Any,
     ) -> None:
-        """Construct ``module:callable`` in the process, whose ``environment`` extends the one here.
+        """Construct ``module:callable`` in the process; ``environment`` is added to the current one.
 
-        ``wait=False``: the first ``answer``, due within ``timeout_seconds``, is that of the construction.
+        With ``wait=False`` the first ``answer``, due within ``timeout_seconds``, reports the construction.
         """
         self.connection, theirs = Pipe()
         self._process = subprocess.Popen(
@@ -78,7 +79,7 @@ class ChildProcess:
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
-        # The key lets the two hand over the memory of tensors.
+        # With the same key the two processes can share the memory of tensors.
         self._send((bytes(current_process().authkey), sys.path))
         self._send((target, arguments), timeout_seconds)
         if wait:
@@ -102,18 +103,18 @@ class ChildProcess:
         self._timeout_seconds = timeout_seconds
         self.deadline = time.monotonic() + timeout_seconds
         """Deadline of the answer, in seconds of ``time.monotonic``."""
-        with suppress(OSError):  # it died meanwhile: the answer will say so
+        with suppress(OSError):  # the process has died: ``answer`` raises
             self.connection.send(message)
 
     def answer(self) -> Any:
-        """Wait for the result of the oldest call that was not answered.
+        """Wait for the result of the oldest pending call.
 
-        Raises ``RemoteError`` with the traceback when it failed, ``ProcessLostError`` with the reason when
-        the process ended, and ``HangError`` at the deadline.
+        Raises ``RemoteError`` with the traceback when the call failed, ``ProcessLostError`` with the reason
+        when the process ended, and ``HangError`` at the deadline.
         """
-        left = max(0.0, self.deadline - time.monotonic())
+        remaining = max(0.0, self.deadline - time.monotonic())
         try:
-            if not self.connection.poll(left if math.isfinite(left) else None):
+            if not self.connection.poll(remaining if math.isfinite(remaining) else None):
                 raise HangError(f"it took longer than {self._timeout_seconds:g} s")
             result, error = self.connection.recv()
         except (EOFError, OSError):
@@ -137,7 +138,7 @@ class ChildProcess:
         self.connection.close()
 
     def _exit_reason(self) -> str:
-        """How the process ended, in words, after it closed its connection."""
+        """How the process ended, as text, after it closed its connection."""
         try:
             code = self._process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -148,17 +149,16 @@ class ChildProcess:
 
 
 def python_path() -> str:
-    """``PYTHONPATH`` of processes, with the folder of this package first, so that they import the same
-    code."""
+    """``PYTHONPATH`` with the folder of this package first, so that other processes import the same code."""
     return os.pathsep.join(part for part in (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")) if part)
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import large libraries without garbage collection, which then leaves their objects alone.
+    """A context to import large libraries without garbage collection, now or later, of their objects.
 
-    vLLM brings some 700,000 that stay until the end: to search them again and again takes a fifth of the time
-    of its import.
+    vLLM's import makes some 700,000 objects that stay until the end; collections would take a fifth of its
+    time.
     """
     gc.disable()
     try:
@@ -166,7 +166,7 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-        atexit.register(gc.unfreeze)  # else Triton's bindings report all that is theirs as leaked
+        atexit.register(gc.unfreeze)  # otherwise Triton's bindings report their objects as leaked
 
 
 def construct(target: str, arguments: Mapping[str, Any]) -> Any:
@@ -178,13 +178,13 @@ def construct(target: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when the one that started it, ``parent``, dies.
+    """Have the kernel kill this process when the process that started it, ``parent``, dies.
 
-    For the kernel the parent is the thread that forked, not its process: that thread has to live on. The
-    signal is SIGKILL, because a process that waits in a collective runs no Python signal handler.
+    For the kernel the parent is the thread that started this process: that thread must live on. The signal is
+    SIGKILL, because a process that waits in a collective runs no Python signal handler.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the kernel knew
+    if os.getppid() != parent:  # it died before prctl
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -192,14 +192,14 @@ def main() -> None:
     """The child: construct the object, then answer calls until the other end closes."""
     descriptor, parent = map(int, sys.argv[1:])
     die_with(parent)
-    os.set_inheritable(descriptor, False)  # what the object starts must not hold the connection open
+    os.set_inheritable(descriptor, False)  # processes that the object starts must not keep it open
     with Connection(descriptor) as pipe, suppress(EOFError, ConnectionError):
         current_process().authkey, sys.path[:] = pipe.recv()
         served = _answer(pipe, construct, *pipe.recv(), keep=True)
         while True:
             method, arguments = pipe.recv()
-            _answer(pipe, lambda name, given: getattr(served, name)(*given), method, arguments)
-    # As multiprocessing ends its children: to take apart all that vLLM imported takes the interpreter 2 s.
+            _answer(pipe, lambda name, values: getattr(served, name)(*values), method, arguments)
+    # As multiprocessing ends its children: the interpreter takes 2 s to tear down vLLM's modules.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(0)

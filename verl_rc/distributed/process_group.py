@@ -15,12 +15,12 @@ from verl_rc.distributed.network import take_listener
 def open_store(host: str, port: int, world_size: int, is_server: bool, timeout: timedelta) -> dist.TCPStore:
     """Serve, or connect to, a key-value store; the server listens at ``host`` alone.
 
-    torch would listen on every interface, and every process that reaches a store can write into it.
+    torch would listen on every interface, where any process could write into the store.
     """
     if not is_server:
         return dist.TCPStore(host, port, world_size, False, timeout, wait_for_workers=True)
     listener = take_listener(host, port)
-    # detach(): the store closes the descriptor, Python must not close it too.
+    # detach(): the store closes the descriptor; Python must not close it too.
     return dist.TCPStore(
         host, port, world_size, True, timeout, wait_for_workers=True, master_listen_fd=listener.detach()
     )
@@ -42,7 +42,7 @@ def trainer_device(kind: str) -> torch.device:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            "trainer.device=cuda needs a CUDA device, and torch sees none: verl-rc doctor says why. Use "
+            "trainer.device=cuda needs a CUDA device, and torch finds none: verl-rc doctor says why. Use "
             "trainer.device=cpu or auto."
         )
     return torch.device(kind)
@@ -71,7 +71,7 @@ def _initialise(address: RankAddress, device: torch.device, timeout: timedelta) 
     )
     if device.type == "cuda":
         torch.cuda.set_device(0)  # Ray shows a process its own GPU alone
-    # Tensors of both kinds are reduced beside GPUs; "cpu:gloo,cpu:gloo" is refused as a duplicate.
+    # With GPUs, tensors of both devices are reduced; torch refuses "cpu:gloo,cpu:gloo" as a duplicate.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     store = open_store(
         address.master_host, address.master_port, address.world_size, address.rank == 0, timeout
@@ -105,7 +105,7 @@ def all_reduce_max(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def all_gather_vector(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The vectors ``[K]`` of all data-parallel ranks, one behind the other: ``[ranks * K]``."""
+    """The vectors ``[K]`` of all data-parallel ranks, concatenated: ``[ranks * K]``."""
     if mesh.size() == 1:
         return tensor
     parts = [torch.empty_like(tensor) for _ in range(mesh.size())]

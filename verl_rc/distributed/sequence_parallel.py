@@ -1,7 +1,7 @@
 """Sequence parallelism by all-to-alls over attention heads (Ulysses, arXiv:2309.14509): a group of ranks
 shares each micro-batch.
 
-Every rank computes an equal part of its tokens, and in attention an equal part of the heads over all of them.
+Every rank computes an equal part of the tokens, in attention an equal part of the heads over all tokens.
 """
 
 import math
@@ -28,59 +28,57 @@ class SequenceParallel:
     size: int
     """Ranks of the group, at least 2."""
 
-    def own_tokens(self, packed: Tensor) -> Tensor:
-        """This rank's part ``[ceil(N / size), …]`` of ``packed`` ``[N, …]``; zeros follow the last token, so
-        that parts are equal."""
-        each = self._tokens_each(packed.shape[0])
-        behind = (*(0, 0) * (packed.ndim - 1), 0, each * self.size - packed.shape[0])
-        return F.pad(packed, behind)[self.rank * each : (self.rank + 1) * each]
+    def local_part(self, packed: Tensor) -> Tensor:
+        """This rank's part ``[n, …]`` of ``packed`` ``[N, …]``, n = ceil(N / size); zeros follow the last
+        token, so that parts are equal."""
+        length = self._part_length(packed.shape[0])
+        padding = (*(0, 0) * (packed.ndim - 1), 0, length * self.size - packed.shape[0])
+        return F.pad(packed, padding)[self.rank * length : (self.rank + 1) * length]
 
-    def own_positions(self, positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Which of the packed ``positions`` (int64 ``[K]``, below ``num_tokens``) lie in this rank's part,
-        and where.
+    def local_positions(self, positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Which of the packed ``positions`` (int64 ``[K]``, below ``num_tokens``) lie in this rank's part:
+        bool ``[K]``; and the places of these in the part."""
+        length = self._part_length(num_tokens)
+        is_local = positions // length == self.rank
+        return is_local, positions[is_local] - self.rank * length
 
-        Returns bool ``[K]``, and for those that do the positions in the part.
-        """
-        each = self._tokens_each(num_tokens)
-        is_own = positions // each == self.rank
-        return is_own, positions[is_own] - self.rank * each
+    def gather(self, local: Tensor, is_local: Tensor) -> Tensor:
+        """The values ``[K, …]`` of all ranks; this rank's are ``local``, at the places ``is_local`` (bool
+        ``[K]``).
 
-    def gather(self, own: Tensor, is_own: Tensor) -> Tensor:
-        """Values ``[K, …]`` of all ranks from this rank's ``own``, which lie where ``is_own`` (bool ``[K]``).
-
-        Every rank is to compute the same loss from them. Its gradient goes to the rank that a value came
-        from, once: of this rank's loss that is the gradient of its own values.
+        Every rank must compute the same loss from the result. The gradient of a value then goes to its rank
+        once.
         """
         # Each value is added to zeros, which is exact.
-        total: Tensor = _Sum.apply(placed(own, is_own), self.group)  # type: ignore[no-untyped-call]
+        total: Tensor = _Sum.apply(placed(local, is_local), self.group)  # type: ignore[no-untyped-call]
         return total
 
     def heads_of_all_tokens(self, *projections: Tensor) -> list[Tensor]:
-        """Own heads over all tokens ``[1, heads / size, size * n, D]`` from all heads over own tokens ``[1,
-        heads, n, D]`` each.
+        """For each projection, this rank's heads over all tokens ``[1, heads / size, size * n, D]``, from all
+        heads over this rank's tokens ``[1, heads, n, D]``.
 
-        Heads of keys and values that are fewer than ranks, or do not divide, are repeated until they do.
+        Heads are repeated until ``size`` divides their number.
         """
-        # Laid out by the rank they go to; all projections travel in one exchange.
-        sent = [_repeated_heads(part, self.size)[0].unflatten(0, (self.size, -1)) for part in projections]
-        arrived = self._exchange(torch.cat([part.flatten(1) for part in sent], dim=1))
-        widths = [part[0].numel() for part in sent]
-        parts = zip(arrived.split(widths, dim=1), sent, strict=True)
+        # By destination rank; all projections travel in one exchange.
+        outgoing = [_repeated_heads(part, self.size)[0].unflatten(0, (self.size, -1)) for part in projections]
+        incoming = self._exchange(torch.cat([part.flatten(1) for part in outgoing], dim=1))
+        widths = [part[0].numel() for part in outgoing]
+        parts = zip(incoming.split(widths, dim=1), outgoing, strict=True)
         return [part.view_as(like).transpose(0, 1).flatten(1, 2)[None] for part, like in parts]
 
     def tokens_of_all_heads(self, attended: Tensor) -> Tensor:
-        """All heads over own tokens ``[1, n, heads, D]`` from own heads over all tokens ``[1, N, heads /
-        size, D]``."""
-        each = self._tokens_each(attended.shape[1])
-        padded = F.pad(attended[0], (0, 0, 0, 0, 0, each * self.size - attended.shape[1]))
-        arrived = self._exchange(padded.unflatten(0, (self.size, each)))
-        return arrived.transpose(0, 1).flatten(1, 2)[None]
+        """All heads over this rank's tokens ``[1, n, heads, D]``, from its heads over all tokens ``[1, N,
+        heads / size, D]``."""
+        length = self._part_length(attended.shape[1])
+        padded = F.pad(attended[0], (0, 0, 0, 0, 0, length * self.size - attended.shape[1]))
+        incoming = self._exchange(padded.unflatten(0, (self.size, length)))
+        return incoming.transpose(0, 1).flatten(1, 2)[None]
 
-    def _tokens_each(self, num_tokens: int) -> int:
+    def _part_length(self, num_tokens: int) -> int:
         return -(-num_tokens // self.size)
 
     def _exchange(self, parts: Tensor) -> Tensor:
-        """Part i of rank j becomes part j of rank i; the gradients of the parts travel back the same way."""
+        """Part i of rank j becomes part j of rank i; the gradients of the parts travel back."""
         exchanged: Tensor = funcol.wait_tensor(
             funcol.all_to_all_single_autograd(parts.contiguous(), None, None, self.group)
         )
@@ -91,8 +89,8 @@ def divide_ranks(mesh: DeviceMesh, size: int) -> tuple[DeviceMesh, SequenceParal
     """Data-parallel mesh and sequence-parallel group of this rank where ``size`` neighbouring ranks share a
     micro-batch.
 
-    The mesh holds one rank of each group: sums over it count every row once. ``size`` must divide the ranks;
-    None for 1.
+    The mesh holds one rank of each group, so that sums over it count every row once. ``size`` must divide
+    the number of ranks; with 1 there is no group.
     """
     if size == 1:
         return mesh, None
@@ -103,14 +101,12 @@ def divide_ranks(mesh: DeviceMesh, size: int) -> tuple[DeviceMesh, SequenceParal
 
 
 def _repeated_heads(projection: Tensor, size: int) -> Tensor:
-    """Every head ``[1, heads, n, D]`` as often, one behind the other, as makes their number a multiple of
-    ``size``."""
+    """Each head of ``[1, heads, n, D]`` repeated so often that ``size`` divides the number of heads."""
     return projection.repeat_interleave(size // math.gcd(projection.shape[1], size), dim=1)
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks, whose gradient is passed on as it is: every rank computes the same loss from the
-    sum."""
+    """The sum over ranks. Its gradient passes unchanged: every rank computes the same loss from the sum."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -146,7 +146,8 @@ def record_batch(
             data.max_prompt_length,
         )
     )
-    record.add(policy_gap_metrics(rollouts, evaluations))
+    if not services.config.algorithm.rollout_correction.in_actor:
+        record.add(policy_gap_metrics(rollouts, evaluations))
     if scored.reward_kl is not None:
         coefficient = control.kl_coef
         record.add(
@@ -213,6 +214,7 @@ def update_actor(
         policy_version=state.step,
         gap_limit=limit,
         measures_survival=services.is_due(rollout.sync_proof.survival_freq, state.step + 1),
+        compares_proximal=correction.in_actor and recomputes_proximal(correction, state.step + 1),
     )
     report = record.timed(
         "update_actor", services.actor.update, batch, mini_batches, update_limit(actor), request, beside
@@ -220,7 +222,7 @@ def update_actor(
     record.add_records(report.metrics)
     planned_tokens = [mini.num_loss_tokens for mini in mini_batches]
     record.ledger.book({"rejected": int(torch.count_nonzero(batch.response_mask & ~batch.loss_mask))})
-    record.ledger.book(accounts_of_update(planned_tokens, report.kept_tokens, report.steps, actor.ppo_epochs))
+    record.ledger.book(accounts_of_update(planned_tokens, report.loss_tokens, report.steps, actor.ppo_epochs))
     if actor.use_kl_loss:
         record.add({"actor/kl_coef": actor.kl_loss_coef})
     return report

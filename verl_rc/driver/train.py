@@ -120,7 +120,7 @@ def update(
         return None
     report = stages.update_actor(services, state, scored.batch, control, record, beside)
     state.skipped_updates = count_skipped_updates(
-        state.skipped_updates, report.kept_tokens, correction.max_skipped_updates
+        state.skipped_updates, report.loss_tokens, correction.max_skipped_updates
     )
     state.nonfinite_actor_updates = count_nonfinite_updates(
         state.nonfinite_actor_updates, "actor", report.steps, limit

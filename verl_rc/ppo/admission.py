@@ -1,5 +1,5 @@
-"""The order of groups: which may be handed to the engines, which make the next batch, and which have grown
-too old.
+"""The order of groups: which may be admitted to the engines, which form the next batch, and which are too
+old.
 
     may be admitted:  numbers < (published + M (1 + k)) B + replaced
 
@@ -8,19 +8,19 @@ a run. However engines work, a group that is trained in the order of admission i
 steps old. The next batch:
 
     order=admitted: the B lowest numbers that are to be trained on, once every lower number is decided
-    order=ready:    the B decided groups of lowest version (then number), once the older groups left behind
-    all still fit:
-                    for every version v:  groups left with version <= v  <=  B (steps until those of v reach
-                        the hard bound)
+    order=ready:    the B decided groups of lowest version (then number), once all remaining groups can still
+                    be trained on in time: for every version v
+                    remaining groups with version <= v  <=  B (steps until those of v reach the hard bound)
 
-To look at the oldest group left behind alone is not enough: several may be as old, and only B of them fit
-into its last step.
+The oldest remaining group alone does not decide: several may be as old, and only B of them fit into its last
+step.
 """
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from operator import itemgetter
 from typing import Literal
 
@@ -54,7 +54,7 @@ class NumberRanges:
         """The set with these ``ranges``, read from a checkpoint. Raises ``ValueError`` for ranges that are
         empty, out of order or not merged."""
         ends = [int(end) for pair in plain for end in pair]
-        is_ascending = all(before < end for before, end in zip([-1, *ends], ends, strict=False))
+        is_ascending = all(start < end for start, end in pairwise([-1, *ends]))
         if any(len(pair) != 2 for pair in plain) or not is_ascending:
             raise ValueError(
                 f"ranges must be ascending pairs [first, end) of numbers >= 0, apart, got {list(plain)[:5]}."
@@ -105,15 +105,15 @@ class AdmissionState:
 
 @dataclass(frozen=True)
 class Admission:
-    """The rule, and where the run is. A value: every move returns the next one."""
+    """The rule of admission and the progress of the run. Immutable: every method returns the next value."""
 
     batch: int
     """B: groups that a step trains on."""
     places: int
-    """M (1 + k) B (``AsyncTrainingConfig.groups_in_memory``): the groups that may be in flight or wait at
-    once, as far as training has come with the weights."""
+    """M (1 + k) B (``AsyncTrainingConfig.groups_in_memory``): groups that may be in flight or wait at
+    once."""
     total: int | None = None
-    """Groups that the whole run trains on, after which none is admitted; None: no end is known."""
+    """Groups that the run trains on in all, after which none is admitted; None: no limit."""
     draw: int | None = None
     """A synchronous run with dynamic sampling admits this many groups at once, and as many again when all are
     decided and fewer than B are kept; None: groups are admitted one by one, as places get free."""
@@ -190,7 +190,7 @@ class Admission:
         return AdmissionState(self.published, self.admitted, self.replaced, self.decided.ranges)
 
     def resumed(self, state: AdmissionState) -> "Admission":
-        """This rule at the place where ``state`` was taken; k and M may have been others there.
+        """This rule with the progress of ``state``, which may come from a run with other k and M.
 
         Raises ``ValueError`` when the state's numbers contradict each other.
         """
@@ -229,17 +229,16 @@ class OpenGroup:
 
 @dataclass(frozen=True)
 class ReplayRule:
-    """How batches are made of open groups."""
+    """The rule by which open groups form batches."""
 
     order: Literal["admitted", "ready"]
     batch: int
     """B: groups of a step."""
     oldest: int
-    """The hard bound: steps that a group may be old when it is trained on. Groups trained in the order of
-    admission keep it by themselves."""
+    """The hard bound on the age of a group that is trained on, in steps. The order of admission keeps it by
+    itself."""
     late: Literal["wait", "drop"] = "wait"
-    """What becomes of groups that would grow older: the trainer waits for them, or they are dropped and
-    replaced."""
+    """For groups that would grow older: the trainer waits for them, or they are dropped and replaced."""
 
 
 @dataclass(frozen=True)
@@ -249,10 +248,9 @@ class NextBatch:
     numbers: tuple[int, ...] = ()
     """B groups to train on now, in the order of their rows; empty: not yet."""
     awaited: tuple[int, ...] = ()
-    """Groups that must be decided before any batch can be made, in ascending order; empty when any will do.
-    """
+    """Groups that must be decided before a batch can be formed, ascending; empty: none in particular."""
     dropped: tuple[int, ...] = ()
-    """Groups that are too old for ever, decided or not: they are to be replaced, before anything else."""
+    """Groups beyond the hard bound, decided or not, which must be replaced first."""
 
 
 def next_batch(groups: Iterable[OpenGroup], step: int, rule: ReplayRule) -> NextBatch:
@@ -271,14 +269,14 @@ def next_batch(groups: Iterable[OpenGroup], step: int, rule: ReplayRule) -> Next
     decided = sorted(
         (group for group in young if group.decided), key=lambda group: (group.version, group.number)
     )
-    batch, rest = decided[: rule.batch], decided[rule.batch :]
+    batch, later = decided[: rule.batch], decided[rule.batch :]
     dropped = tuple(sorted(too_old))
     if len(batch) < rule.batch:
         return NextBatch(dropped=dropped)
     undecided = [group for group in young if not group.decided]
-    newest = _newest_that_does_not_fit([*undecided, *rest], trained, rule) if rule.late == "wait" else None
+    newest = _newest_that_does_not_fit([*undecided, *later], trained, rule) if rule.late == "wait" else None
     awaited = tuple(group.number for group in undecided if newest is not None and group.version <= newest)
-    # No group is awaited, but not all fit: a resumed run had a larger bound. The oldest go first.
+    # With none awaited the batch is formed even if not all fit: a resumed run may have had a larger bound.
     return (
         NextBatch(awaited=awaited)
         if awaited
@@ -295,14 +293,14 @@ def _lowest_numbers(groups: list[OpenGroup], rule: ReplayRule) -> NextBatch:
 
 
 def _newest_that_does_not_fit(groups: Collection[OpenGroup], trained: int, rule: ReplayRule) -> int | None:
-    """The newest version up to which there are more ``groups`` than can be trained on in time; None: all
-    fit."""
+    """The newest version v for which more ``groups`` have a version <= v than can be trained on in time;
+    None: all fit."""
     by_version = Counter(group.version for group in groups)
     total = 0
     newest = None
     for version in sorted(by_version):
         total += by_version[version]
-        # This step trains others; the last that may train on this version is step version + oldest + 1.
+        # This step trains on other groups; the last step for the version is version + oldest + 1.
         if total > rule.batch * max(0, version + rule.oldest - trained):
             newest = version
     return newest

@@ -61,11 +61,10 @@ def critic_metrics(batch: CriticBatch) -> dict[str, float]:
 
 
 def version_metrics(policy_versions: Tensor, response_mask: Tensor, current: int) -> dict[str, float]:
-    """How many versions of the weights sampled each response, and how old the newest and the oldest of them
-    are.
+    """Numbers of versions of the weights that sampled a response, and ages of its newest and oldest version.
 
-    ``policy_versions`` and ``response_mask`` are ``[B, R]``, a token in each row; the trainer holds version
-    ``current``.
+    ``policy_versions`` and ``response_mask`` are ``[B, R]``, with a token in each row; the trainer holds
+    version ``current``.
     """
     newest = policy_versions.masked_fill(~response_mask, torch.iinfo(policy_versions.dtype).min).amax(dim=-1)
     oldest = policy_versions.masked_fill(~response_mask, torch.iinfo(policy_versions.dtype).max).amin(dim=-1)
@@ -98,13 +97,10 @@ def _to_floats(values: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def policy_gap_metrics(rollouts: RolloutBatch, evaluations: PolicyEvaluations) -> dict[str, float]:
-    """Entropy of the proximal policy, and how far its token *probabilities* lie from the rollout policy's.
-
-    Nothing where the actor corrects: no proximal policy is computed before the update.
-    """
-    if evaluations.entropies is None:
-        return {}
+    """Entropy of the proximal policy, and the distance of its token *probabilities* from the rollout
+    policy's; for a run whose actor does not correct."""
     assert evaluations.proximal_log_probs is not None
+    assert evaluations.entropies is not None
     mask = rollouts.response_mask
     entropy = float(evaluations.entropies[mask].double().mean())
     return {

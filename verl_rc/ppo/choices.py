@@ -1,5 +1,5 @@
-"""Choices of an update that follow from the configuration: its loss, the evaluations before it, the limits of
-micro-batches. Imports no torch."""
+"""Decisions of an update that follow from the configuration: its loss, the evaluations before it, the limits
+of micro-batches. Imports no torch."""
 
 from verl_rc.config.algorithms import POLICY_LOSSES
 from verl_rc.config.distillation import DistillationLossConfig
@@ -22,7 +22,8 @@ def mini_batch_loss_name(config: ActorConfig, correction: RolloutCorrectionConfi
 
 
 def distillation_loss_name(config: DistillationLossConfig, correction: RolloutCorrectionConfig) -> str | None:
-    """The policy loss that the teacher's advantages are in; None: its divergence itself is differentiated."""
+    """The policy loss of the teacher's advantages; None: the divergence from the teacher is
+    differentiated."""
     if not config.use_policy_gradient:
         return None
     return correction.named_loss or config.policy_loss_mode
@@ -32,16 +33,15 @@ _STEPS_BETWEEN_COMPARISONS = 50
 
 
 def recomputes_proximal(config: RolloutCorrectionConfig, step: int) -> bool:
-    """Whether the proximal policy's log-probs are computed before the updates of ``step``; where they are
-    interpolated, now and then, to compare."""
+    """Whether the proximal policy's log-probs are computed before the updates of ``step``: always unless the
+    actor corrects; where they are interpolated, in every 50th step, to compare."""
     return not config.in_actor or (
         config.proximal == "interpolate" and step % _STEPS_BETWEEN_COMPARISONS == 0
     )
 
 
 def needs_statistics_first(config: RolloutCorrectionConfig) -> bool:
-    """Whether a loss depends on the whole mini-batch: on its mean weight, or on how many tokens are kept of
-    it."""
+    """Whether the loss depends on the mean weight, or the number of kept tokens, of the whole mini-batch."""
     return config.rollout_is_batch_normalize or config.rejection_denominator == "kept"
 
 

@@ -1,4 +1,4 @@
-"""The two numbers that a run may move from step to step: the weight of the KL penalty, and a rejection
+"""The two numbers that a run may adapt from step to step: the weight of the KL penalty, and a rejection
 threshold."""
 
 import math
@@ -14,7 +14,7 @@ _MEMORY = 0.9
 
 @dataclass(frozen=True)
 class ControlState:
-    """The part of the control that a checkpoint keeps. None: the configured value applies."""
+    """The adaptive numbers of a checkpoint. None: the configured value applies."""
 
     kl_coef: float | None = None
     """Weight of the KL penalty in the reward."""
@@ -24,10 +24,10 @@ class ControlState:
 
 @dataclass(frozen=True)
 class Control:
-    """KL weight and rejection threshold of a step. A value: every move returns the next one."""
+    """KL weight and rejection threshold of a step. Immutable: every method returns the next value."""
 
     algorithm: AlgorithmConfig
-    """How the two follow what is observed."""
+    """The configured values, and the rules by which the two adapt."""
     kl_coef: float
     """The weight β of the KL penalty in the reward, in units of reward per nat, >= 0."""
     rejection_threshold: float | None
@@ -52,8 +52,8 @@ class Control:
         return config.model_copy(update={"rollout_rs_threshold": self.rejection_threshold})
 
     def after_penalty(self, reward_kl: float | None, num_rows: int) -> "Control":
-        """The next step's, after ``num_rows`` rows whose reward was penalised for ``reward_kl`` nats per
-        token, the mean over the rows of ``apply_kl_in_reward``'s divergence (None: it was not).
+        """The control of the next step, after a batch of ``num_rows`` rows with a penalised divergence of
+        ``reward_kl`` (see ``ScoredStep``).
 
         With ``algorithm.kl_ctrl.type=adaptive``: β ← β (1 + clip(KL / target − 1, ±0.2) · rows / horizon)
         (arXiv:1909.08593, section 2.2).
@@ -65,12 +65,12 @@ class Control:
         return replace(self, kl_coef=self.kl_coef * (1 + error * num_rows / options.horizon))
 
     def after_correction(self, statistics: CorrectionStatistics | None) -> "Control":
-        """The next step's, after a batch that was corrected (None: it was not), whose ``statistics`` have the
-        histograms of full diagnostics.
+        """The control of the next step, after a batch with these ``statistics`` of full diagnostics (None: it
+        was not corrected).
 
-        With ``rollout_rs_target_acceptance``: ``ln u <- 0.9 ln u + 0.1 ln u*`` with u* the smallest bound
-        under which the batch just seen would have had the wished share accepted. A fixed threshold rejects
-        more and more as the policies drift apart; this one holds what is kept.
+        With ``rollout_rs_target_acceptance``: ``ln u <- 0.9 ln u + 0.1 ln u*``, where u* is the smallest
+        bound under which the target share of the batch would have been accepted. A fixed threshold would
+        reject more and more as the policies drift apart.
         """
         config = self.algorithm.rollout_correction
         target = config.rollout_rs_target_acceptance

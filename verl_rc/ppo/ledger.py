@@ -1,8 +1,8 @@
 """The books: every token sampled for training is in exactly one account, and every admitted group ends in
 exactly one way.
 
-``Ledger`` keeps the book of one step, ``RunningLedger`` those of a whole run. Where groups stay open from
-step to step, a step alone cannot balance: what it trains on was sampled before. So for each step
+``Ledger`` keeps the books of one step, ``RunningLedger`` those of a run. Where groups stay open from step to
+step, a step alone cannot balance: it trains on tokens that were sampled before it. So for each step
 
     opening balance + sampled = sum of all accounts + closing balance
 
@@ -42,7 +42,7 @@ class LedgerError(RuntimeError):
 
 
 class Ledger:
-    """The accounts of one step: what was sampled for training, and what it was used for.
+    """The accounts of one step: the tokens and prompts sampled for training, and their use.
 
     Only tokens that the policy sampled (no tool tokens) and that reached the driver count. Requests of a lost
     engine are issued again, and its tokens do not count.
@@ -91,10 +91,10 @@ class Ledger:
     def balanced_metrics(self) -> dict[str, float]:
         """``ledger/*`` of the step; nothing when nothing was sampled. Raises ``LedgerError`` when the books
         do not balance."""
-        for what, booked in (("tokens", self._tokens), ("prompts", self._prompts)):
-            if self._sampled[what] != booked.total():
+        for unit, booked in (("tokens", self._tokens), ("prompts", self._prompts)):
+            if self._sampled[unit] != booked.total():
                 raise LedgerError(
-                    f"every one of the step's {self._sampled[what]} sampled {what} must be booked to exactly "
+                    f"every one of the step's {self._sampled[unit]} sampled {unit} must be booked to exactly "
                     f"one account, but {booked.total()} are: {dict(booked)}. Some were lost or used twice "
                     "between engine and update."
                 )
@@ -110,39 +110,39 @@ class Ledger:
 
 
 def accounts_of_update(
-    planned_tokens: Sequence[int], kept_tokens: Sequence[int], steps: Sequence[OptimizerStep], epochs: int
+    planned_tokens: Sequence[int], loss_tokens: Sequence[int], steps: Sequence[OptimizerStep], epochs: int
 ) -> dict[str, int]:
     """The accounts of the tokens of an update: ``trained``, ``rejected`` (by the actor),
     ``nonfinite`` and ``overflow``.
 
-    For each mini-batch of all ``epochs``, in order: the tokens that might enter its loss, those that did, and
-    what became of every optimizer step that was not skipped. A token's account is that of its first
-    epoch; later ones train on it again. Raises ``LedgerError`` when the counts do not belong together.
+    ``planned_tokens`` and ``loss_tokens`` are, for each mini-batch of all ``epochs``, the tokens that may
+    enter its loss and those that did; ``steps`` are the optimizer steps that were not skipped. A token's
+    account is that of its first epoch. Raises ``LedgerError`` when the counts do not belong together.
     """
     if (
-        len(planned_tokens) != len(kept_tokens)
-        or len(kept_tokens) % epochs
-        or len(steps) != sum(num_kept > 0 for num_kept in kept_tokens)
+        len(planned_tokens) != len(loss_tokens)
+        or len(loss_tokens) % epochs
+        or len(steps) != sum(num_loss_tokens > 0 for num_loss_tokens in loss_tokens)
     ):
         raise LedgerError(
             f"{epochs} epochs of {len(planned_tokens)} mini-batches in all must report as many counts of "
             f"kept tokens, and an optimizer step for every one that kept any; got {len(steps)} steps and the "
-            f"counts {list(kept_tokens)}."
+            f"counts {list(loss_tokens)}."
         )
     accounts = Counter({"trained": 0, "rejected": 0, "nonfinite": 0, "overflow": 0})
     remaining = iter(steps)
-    first = len(kept_tokens) // epochs
-    for num_planned, num_kept in zip(planned_tokens[:first], kept_tokens[:first], strict=True):
-        accounts["rejected"] += num_planned - num_kept
-        if num_kept:
-            accounts[next(remaining).outcome] += num_kept
+    first = len(loss_tokens) // epochs
+    for num_planned, num_loss_tokens in zip(planned_tokens[:first], loss_tokens[:first], strict=True):
+        accounts["rejected"] += num_planned - num_loss_tokens
+        if num_loss_tokens:
+            accounts[next(remaining).outcome] += num_loss_tokens
     return dict(accounts)
 
 
-def _check_entries(entries: Mapping[str, int], accounts: Mapping[str, str], what: str) -> None:
-    wrong = {account: count for account, count in entries.items() if account not in accounts or count < 0}
-    if wrong:
-        raise LedgerError(f"{what} must be booked as numbers >= 0 to {', '.join(accounts)}; got {wrong}.")
+def _check_entries(entries: Mapping[str, int], accounts: Mapping[str, str], unit: str) -> None:
+    invalid = {account: count for account, count in entries.items() if account not in accounts or count < 0}
+    if invalid:
+        raise LedgerError(f"{unit} must be booked as numbers >= 0 to {', '.join(accounts)}; got {invalid}.")
 
 
 FATES = {
@@ -173,7 +173,7 @@ class LedgerState:
 
 @dataclass(frozen=True)
 class RunningLedger:
-    """What became of every group of the run. A value: every move returns the next one, and belongs in a
+    """The fate of every group of the run. Immutable: every method returns the next value, which belongs in a
     checkpoint."""
 
     admitted: int = 0
@@ -216,22 +216,21 @@ class RunningLedger:
         when tokens do not balance.
         """
         counted = len(self.in_flight) + sum(map(len, self.ended.values()))
-        lost, surplus = set(self.in_flight) - set(open_tokens), set(open_tokens) - set(self.in_flight)
-        if lost or surplus or counted != self.admitted:
+        missing, surplus = set(self.in_flight) - set(open_tokens), set(open_tokens) - set(self.in_flight)
+        if missing or surplus or counted != self.admitted:
             raise LedgerError(
                 f"each of {self.admitted} admitted groups must be trained on, filtered, failed, stale or in "
-                f"flight, exactly once, but {counted} are; {sorted(lost)[:5]} ({len(lost)}) were lost, "
+                f"flight, exactly once, but {counted} are; {sorted(missing)[:5]} ({len(missing)}) were lost, "
                 f"{sorted(surplus)[:5]} ({len(surplus)}) are open though they ended."
             )
-        unknown = {
-            name: count for name, count in accounts.items() if name not in RUN_TOKEN_ACCOUNTS or count < 0
-        }
+        _check_entries(accounts, RUN_TOKEN_ACCOUNTS, "tokens")
         closing = sum(open_tokens.values())
-        if unknown or self.balance + sampled != sum(accounts.values()) + closing:
+        difference = self.balance + sampled - sum(accounts.values()) - closing
+        if difference:
             raise LedgerError(
                 f"opening balance {self.balance} + sampled {sampled} must equal the accounts "
                 f"{dict(accounts)} + closing balance {closing}, all of them tokens: the difference is "
-                f"{self.balance + sampled - sum(accounts.values()) - closing}."
+                f"{difference}."
             )
         return replace(self, balance=closing)
 
@@ -239,7 +238,7 @@ class RunningLedger:
         """Raise ``LedgerError`` when a run that is done left a group in flight."""
         if self.in_flight.ranges or self.balance:
             raise LedgerError(
-                f"a run that is done has nothing in flight, but {len(self.in_flight)} groups with "
+                f"a run that is done must have nothing in flight, but {len(self.in_flight)} groups with "
                 f"{self.balance} tokens are: {list(self.in_flight)[:5]}."
             )
 

@@ -73,8 +73,8 @@ def plan_mini_batches(
         if shuffle:
             order.shuffle(rows)
         for start in range(0, num_rows, rows_per_mini_batch):
-            chosen = sorted(rows[start : start + rows_per_mini_batch])
-            tokens = denominator_tokens[chosen]
-            num_loss_tokens = int(loss_tokens[chosen].sum())
-            plan.append(MiniBatch(chosen, int(tokens.sum()), int((tokens > 0).sum()), num_loss_tokens))
+            batch_rows = sorted(rows[start : start + rows_per_mini_batch])
+            tokens = denominator_tokens[batch_rows]
+            num_loss_tokens = int(loss_tokens[batch_rows].sum())
+            plan.append(MiniBatch(batch_rows, int(tokens.sum()), int((tokens > 0).sum()), num_loss_tokens))
     return plan

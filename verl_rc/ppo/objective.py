@@ -1,6 +1,5 @@
-"""In the actor: from a model's current output and a slice of the batch to the loss that is differentiated;
-where the actor corrects, rollout correction first, the current or interpolated policy against the rollout
-policy, micro-batch by micro-batch."""
+"""The loss of a micro-batch from the model's current output and the rows of the batch; where the actor
+corrects, rollout correction of the current or interpolated policy against the rollout policy first."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -59,12 +58,12 @@ def policy_objective(
     distillation: DistillationLossConfig | None = None,
 ) -> Objective:
     """``L = L_policy - entropy_coeff * agg(entropy) + kl_loss_coef * agg(KL) + distillation_loss_coef *
-    L_distill`` over ``loss_mask``, divided by ``totals``; without the task's rewards L_distill stands for
+    L_distill`` over ``loss_mask``, divided by ``totals``; without the task's rewards L_distill replaces
     L_policy.
 
-    ``current`` are float32 ``[B, R]`` with gradient; entropies may be missing when ``entropy_coeff`` is 0.
-    ``totals`` must have been counted over the whole mini-batch as ``correction.rejection_denominator`` says;
-    ``mini_batch`` is of it too, for losses that read the whole.
+    ``current`` are float32 ``[B, R]`` with gradient, with entropies where the actor corrects or
+    ``entropy_coeff`` is not 0. ``totals`` are counts of the whole mini-batch by
+    ``correction.rejection_denominator``, ``mini_batch`` its statistics for losses that read them.
     """
     denominator_mask = batch.loss_mask if correction.rejection_denominator == "kept" else batch.response_mask
     inputs = clean_policy_loss_inputs(
@@ -103,7 +102,8 @@ def policy_objective(
         terms["distillation/loss"] = teacher_loss.detach()
         averages |= teacher_metrics
     loss = sum(losses[1:], losses[0])
-    if correction.in_actor and current.entropies is not None:  # else actor/entropy is known before the update
+    if correction.in_actor:  # actor/entropy, of the proximal policy before the update, is not known here
+        assert current.entropies is not None
         averages["actor/update_entropy"] = token_mean(current.entropies, batch.response_mask)
     if current.flipped_experts is not None:
         averages["actor/flipped_experts"] = token_mean(current.flipped_experts, batch.response_mask)
@@ -141,8 +141,8 @@ def _top_tokens(
 
 
 def ratio_denominator(batch: TrainBatch, current: Tensor, correction: RolloutCorrectionConfig) -> Tensor:
-    """float32 ``[B, R]``: log-probs of the policy that the loss's ratio divides ``current`` ones by: the
-    rollout policy in bypass mode, else the proximal one."""
+    """float32 ``[B, R]``: log-probs of the policy in the denominator of the loss's ratio: the rollout policy
+    in bypass mode, else the proximal policy."""
     log_probs = batch.rollout_log_probs if correction.bypass_mode else batch.proximal_log_probs
     assert log_probs is not None
     if correction.nonfinite_logprob == "neutral":  # such a token has a ratio of 1
@@ -193,13 +193,12 @@ def corrected_current(
     policy_version: int,
     mini_batch: CorrectionStatistics | None = None,
 ) -> tuple[TrainBatch, CorrectionStatistics]:
-    """The micro-batch with ``loss_mask`` and weights as ``log_probs`` (float32 ``[B, R]``, nats, detached)
-    over the batch's rollout log-probs demand, and mergeable statistics of them.
+    """The micro-batch with ``loss_mask`` and weights by the ratio of ``log_probs`` to the batch's rollout
+    log-probs, and mergeable statistics of that ratio.
 
-    They are current log-probs, or those of the proximal policy where it is interpolated. Statistics of a
-    mini-batch are merged over its micro-batches and summed over the data-parallel ranks. Effective sample
-    sizes of prompts are not among them: a prompt's rows may lie on several ranks. ``mini_batch`` are those of
-    the whole mini-batch, which only weights that are normalised by it depend on.
+    ``log_probs`` (float32 ``[B, R]``, nats, detached) are current ones, or those of the interpolated proximal
+    policy. The statistics lack effective sample sizes of prompts, whose rows may lie on several ranks.
+    ``mini_batch`` are the statistics of the whole mini-batch, for weights that are normalised by its mean.
     """
     context = SequenceContext(
         policy_versions=batch.policy_versions,
@@ -207,13 +206,13 @@ def corrected_current(
         advantages=batch.advantages,
         scores=batch.scores,
     )
-    found = measure_and_apply(
+    result = measure_and_apply(
         log_probs, _rollout_log_probs(batch), _comparable(batch), config, context, mini_batch
     )
     corrected = batch.clone(recurse=False)
-    corrected.loss_mask = batch.response_mask & batch.loss_mask & found.keep_mask
-    corrected.rollout_is_weights = found.weights if config.applies_weights else None
-    return corrected, found.statistics
+    corrected.loss_mask = batch.response_mask & batch.loss_mask & result.keep_mask
+    corrected.rollout_is_weights = result.weights if config.applies_weights else None
+    return corrected, result.statistics
 
 
 def _comparable(batch: TrainBatch) -> Tensor:
@@ -226,8 +225,8 @@ def _rollout_log_probs(batch: TrainBatch) -> Tensor:
 
 
 def measure_signatures(batch: TrainBatch, current: TokenScores) -> CorrectionStatistics:
-    """Mergeable statistics with the signatures of a micro-batch before any update; they mean nothing after
-    one."""
+    """Mergeable statistics with the signatures of a micro-batch, which are meaningful before the first update
+    alone."""
     context = SequenceContext(
         entropies=current.entropies,
         sum_pi_squared=current.sum_pi_squared,
@@ -244,9 +243,9 @@ def with_interpolated_proximal(
     """The micro-batch with log-probs of the proximal policy between those of the rollout policy and current
     ``log_probs``.
 
-    Versions count optimizer updates here: ``updates`` of ``updates_per_step`` were made since the weights
-    were ``policy_version``. Before the first of them both policies are the same. A token without a rollout
-    log-prob has none to interpolate from, and gets the current one.
+    Versions count optimizer updates here: ``updates`` of ``updates_per_step`` were made since
+    ``policy_version``. Before the first update current and proximal policy are the same. A token without a
+    finite rollout log-prob gets the current one.
     """
     proximal = log_probs
     if updates:
@@ -262,7 +261,7 @@ def with_interpolated_proximal(
 
 
 def interpolation_gap(interpolated: TrainBatch, recomputed: TrainBatch) -> dict[str, Mean[Tensor]]:
-    """How far interpolated log-probs of the proximal policy are from recomputed ones."""
+    """The distance of interpolated log-probs of the proximal policy from recomputed ones."""
     assert interpolated.proximal_log_probs is not None
     assert recomputed.proximal_log_probs is not None
     gap = (interpolated.proximal_log_probs - recomputed.proximal_log_probs).abs()

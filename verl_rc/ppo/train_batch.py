@@ -17,7 +17,7 @@ from verl_rc.ppo.control import Control
 
 @dataclass(frozen=True)
 class ScoredStep:
-    """The inputs of a step's updates, and what they were computed from."""
+    """The inputs of a step's updates, and the results they were computed from."""
 
     batch: TrainBatch
     """The batch for the actor."""
@@ -26,10 +26,10 @@ class ScoredStep:
     rewards: Tensor
     """float32 ``[B, R]``: token-level rewards, after the KL penalty."""
     returns: Tensor
-    """float32 ``[B, R]``: what the critic's values are to be, in units of reward."""
+    """float32 ``[B, R]``: regression targets of the critic, in units of reward."""
     reward_kl: float | None
-    """Divergence from the reference policy that was penalised, mean over rows of their token mean, nats;
-    None: no penalty."""
+    """Penalised divergence from the reference policy, mean over rows of their token mean, nats; None without
+    ``algorithm.use_kl_in_reward``."""
 
     @property
     def statistics(self) -> CorrectionStatistics | None:
@@ -47,13 +47,13 @@ def build_train_batch(
 ) -> ScoredStep:
     """KL penalty, then rollout correction (decoupled: proximal against rollout policy), then advantages.
 
-    ``control`` holds the weight and the threshold in force. ``current_version`` is that of the proximal
-    policy, the training steps done: ages of tokens count from it, even where no token of the batch is that
-    new. Correction decides weights and ``loss_mask`` only; rewards, advantages and their statistics use
-    ``response_mask``, so a reward on a rejected token is never lost. Where the actor corrects, nothing is
-    corrected here: ``loss_mask`` is ``response_mask``. With ``asynchrony`` correction is measured by age of
-    tokens, and tokens older than ``max_token_age`` leave the loss too. Tokens that were drawn from a set too
-    large to be recorded leave it in any run: their log-probs are of another distribution here.
+    ``control`` holds the current KL weight and threshold. ``current_version`` is that of the proximal policy,
+    the training steps done, from which ages of tokens count. Correction decides weights and ``loss_mask``
+    alone; rewards, advantages and their statistics use ``response_mask``, so that a reward on a rejected
+    token is never lost. Where the actor corrects, nothing is corrected here. With ``asynchrony`` correction
+    is measured by age of tokens, and tokens older than ``max_token_age`` leave the loss too. Tokens that were
+    drawn from a set that is not recorded always leave it: the trainer's log-probs are of another
+    distribution.
     """
     config = control.correction(algorithm.rollout_correction)
     rollouts, scores = samples.rollouts, samples.scores
@@ -141,10 +141,10 @@ def _weights_for_baseline(
     algorithm: AlgorithmConfig,
     config: RolloutCorrectionConfig,
 ) -> Tensor | None:
-    """Importance weights ``[B, R]`` for baselines that depend on them; None where there are none.
+    """Importance weights ``[B, R]`` for baselines that read them; None for others, and without weights.
 
-    Weights do not depend on advantages, so they are computed before them. Rules that do depend on them get
-    advantages of 0; their result is not used.
+    Weights do not depend on advantages, so that they can be computed first. Rejection rules that do get
+    advantages of 0, and their result is not used.
     """
     if config.rollout_is is None or not algorithm.estimator_reads("rollout_is_weights"):
         return None
@@ -159,7 +159,7 @@ def _weights_for_baseline(
 
 
 def critic_batch(scored: ScoredStep, evaluations: PolicyEvaluations) -> CriticBatch:
-    """What the critic trains on in the same step."""
+    """The training batch of the critic in the same step."""
     batch = scored.batch
     assert evaluations.critic_values is not None
     return CriticBatch(
@@ -199,8 +199,8 @@ def _rewards(
 def _old_log_probs(
     rollouts: RolloutBatch, evaluations: PolicyEvaluations, config: RolloutCorrectionConfig
 ) -> Tensor:
-    """Log-probs of the policy before the update, for rewards and baselines: of the proximal one, or where the
-    actor corrects of the rollout policy, also in a step that computes others to compare."""
+    """Log-probs of the policy before the update, for rewards and baselines: of the proximal policy, or where
+    the actor corrects of the rollout policy, in every step."""
     if config.in_actor:
         return rollouts.rollout_log_probs
     assert evaluations.proximal_log_probs is not None
@@ -208,15 +208,12 @@ def _old_log_probs(
 
 
 def token_rewards(scores: Tensor, turn_rewards: Tensor | None, response_mask: Tensor) -> Tensor:
-    """float32 ``[B, R]``: a row's ``turn_rewards`` (``[B, R]``) where they lie, and what its score (``[B]``)
-    has beyond their sum at its last token of ``response_mask`` (bool ``[B, R]``).
-
-    All of a row's score lies there where ``turn_rewards`` is None.
-    """
+    """float32 ``[B, R]``: ``turn_rewards`` (``[B, R]``; None: 0), plus at each row's last token of
+    ``response_mask`` (bool ``[B, R]``) its score (``[B]``) minus the sum of its turn rewards."""
     if turn_rewards is None:
         return outcome_rewards(scores, response_mask)
-    rest = scores.double() - turn_rewards.sum(dim=-1, dtype=torch.float64)
-    return turn_rewards + outcome_rewards(rest, response_mask)
+    remainder = scores.double() - turn_rewards.sum(dim=-1, dtype=torch.float64)
+    return turn_rewards + outcome_rewards(remainder, response_mask)
 
 
 def outcome_rewards(scores: Tensor, response_mask: Tensor) -> Tensor:

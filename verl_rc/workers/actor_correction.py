@@ -1,5 +1,5 @@
-"""Rollout correction in the actor, in bypass mode and with an interpolated proximal policy: of a mini-batch
-over all its micro-batches and ranks."""
+"""Rollout correction in the actor, in bypass mode and with an interpolated proximal policy: its statistics
+over all micro-batches and ranks of a mini-batch."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -25,13 +25,15 @@ CurrentLogProbs = Callable[[Sequence[int]], tuple[TrainBatch, Tensor]]
 
 
 class ActorCorrection:
-    """Corrects one mini-batch after the other and keeps the statistics of them all."""
+    """Corrects the mini-batches of a step one after the other and merges their statistics."""
 
     def __init__(self, request: UpdateRequest, updates_per_step: int, mesh: DeviceMesh) -> None:
         """``updates_per_step``: mini-batches of the step. ``mesh``: the data-parallel ranks that share every
         mini-batch."""
         self.updates = 0
         """Optimizer updates of the step so far."""
+        self.compares_proximal = request.compares_proximal
+        """See ``UpdateRequest``."""
         self._updates_per_step = updates_per_step
         self._config = request.correction
         self._mesh = mesh
@@ -42,8 +44,8 @@ class ActorCorrection:
         self._corrected: CorrectionStatistics | None = None
         """Statistics of this rank's micro-batches of the mini-batch that were corrected so far, in one pass
         over it."""
-        self._in_loss: Tensor | None = None
-        """Of these micro-batches, tokens in the loss, and rows with any."""
+        self._loss_counts: Tensor | None = None
+        """The sum of ``loss_counts`` of these micro-batches."""
         self._step_statistics: CorrectionStatistics | None = None
         """Statistics of the mini-batches that have ended, over all ranks."""
         self._signatures: CorrectionStatistics | None = None
@@ -54,16 +56,15 @@ class ActorCorrection:
     def measure_mini_batch(
         self, micro_batches: Sequence[Sequence[int]], current: CurrentLogProbs
     ) -> MiniBatchCounts | None:
-        """Measure the mini-batch in a pass without gradient, if the loss depends on it as a whole;
-        collective.
+        """Measure the whole mini-batch in a pass without gradient, if the loss depends on it; collective.
 
-        Returns the loss's denominators, or None where they are known without the pass.
+        Returns the loss's denominators; None where they do not depend on the correction.
         """
         self._measured_before = None
         if not needs_statistics_first(self._config):
             return None
         started = time.perf_counter()
-        for rows in micro_batches:  # what is kept is decided by each row for itself: no weight matters yet
+        for rows in micro_batches:  # the mask of a row depends on no other row, nor on the normalised weights
             self.correct(*current(rows))
         self._measured_before, counts = self._totals()
         self.statistics_seconds += time.perf_counter() - started
@@ -75,17 +76,17 @@ class ActorCorrection:
         corrected, statistics = self._against_rollout(batch, log_probs.detach())
         self._corrected = _merged(self._corrected, statistics)
         counts = loss_counts(corrected)
-        self._in_loss = counts if self._in_loss is None else self._in_loss + counts
+        self._loss_counts = counts if self._loss_counts is None else self._loss_counts + counts
         return corrected
 
     @property
     def measures_signatures(self) -> bool:
-        """Whether signatures of the mini-batch are wanted: those of the first one, after which the policies
-        differ by design."""
+        """Whether signatures of this mini-batch are measured: full diagnostics measure those of the first
+        one, after which the policies differ by design."""
         return self._step_statistics is None and self._config.diagnostics == "full"
 
     def measure_first_signatures(self, batch: TrainBatch, current: TokenScores) -> None:
-        """Measure the signatures of a micro-batch, if they are wanted."""
+        """Measure the signatures of a micro-batch where ``measures_signatures``."""
         if self.measures_signatures:
             self._signatures = _merged(self._signatures, measure_signatures(batch, current))
 
@@ -96,8 +97,8 @@ class ActorCorrection:
     def _against_rollout(
         self, batch: TrainBatch, log_probs: Tensor
     ) -> tuple[TrainBatch, CorrectionStatistics]:
-        """The micro-batch, corrected by current or interpolated proximal log-probs over the rollout policy's,
-        and their statistics."""
+        """The micro-batch, corrected by the ratio of the current (or interpolated proximal) policy to the
+        rollout policy, and the statistics of that ratio."""
         if not self._config.bypass_mode:
             batch = with_interpolated_proximal(
                 batch, log_probs, self._policy_version, self.updates, self._updates_per_step
@@ -106,14 +107,14 @@ class ActorCorrection:
             log_probs = batch.proximal_log_probs
         return corrected_current(batch, log_probs, self._config, self._policy_version, self._measured_before)
 
-    def finish(self) -> int:
-        """End a mini-batch; returns how many of its tokens, over all ranks, are in the loss. Collective.
+    def end_mini_batch(self) -> int:
+        """End a mini-batch; returns the number of its tokens, over all ranks, in the loss. Collective.
 
         Raises ``NonFiniteLogProbError`` when too many of its log-probs are not finite.
         """
         mini_batch, counts = self._totals()
-        # From totals over all ranks: all of them raise, or none. One alone would leave the others waiting in
-        # the next collective.
+        # From totals over all ranks, so that all of them raise: the others would wait for one that raises
+        # alone in the next collective.
         require_finite(mini_batch.nonfinite_fraction, self._config)
         self._step_statistics = _merged(self._step_statistics, mini_batch)
         return counts.num_tokens
@@ -121,12 +122,12 @@ class ActorCorrection:
     def _totals(self) -> tuple[CorrectionStatistics, MiniBatchCounts]:
         """Statistics and counts of the micro-batches corrected since the last call, over all ranks;
         collective."""
-        # Every rank takes part, also one whose rows are all padding: an all-reduce waits for all of them.
+        # A rank whose rows are all padding takes part too: an all-reduce waits for every rank.
         assert self._corrected is not None
-        assert self._in_loss is not None
+        assert self._loss_counts is not None
         statistics = self._over_ranks(self._corrected)
-        counts = MiniBatchCounts(*all_reduce_sum(self._in_loss, self._mesh).tolist())
-        self._corrected = self._in_loss = None
+        counts = MiniBatchCounts(*all_reduce_sum(self._loss_counts, self._mesh).tolist())
+        self._corrected = self._loss_counts = None
         return statistics, counts
 
     def gap(self) -> LogProbGap | None:
@@ -141,8 +142,8 @@ class ActorCorrection:
         return _on_cpu(self._step_statistics)
 
     def signatures(self) -> CorrectionStatistics | None:
-        """Return those of the first mini-batch over all ranks, on the CPU; None without full diagnostics.
-        Collective."""
+        """Return the signatures of the first mini-batch over all ranks, on the CPU; None without full
+        diagnostics. Collective."""
         return None if self._signatures is None else _on_cpu(self._over_ranks(self._signatures))
 
     def _over_ranks(self, statistics: CorrectionStatistics) -> CorrectionStatistics:

@@ -16,13 +16,13 @@ PACKED_ATTENTION = "verl_rc_packed_sdpa"
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Where packed sequences begin, and the places of their tokens in a padded ``[num_sequences,
-    max_length]`` grid."""
+    """The boundaries of packed sequences, and the places of their tokens in a padded grid ``[num_sequences,
+    max_length]``."""
 
     grid_index: Tensor
     """int64 ``[N]``: ``row * max_length + position`` of every packed token."""
     position_ids: Tensor
-    """int64 ``[N]``: position within the own sequence, restarting at 0."""
+    """int64 ``[N]``: position of every packed token within its sequence, from 0."""
     boundaries: Tensor
     """int32 ``[num_sequences + 1]``: packed position at which each sequence begins; the last is N."""
     num_sequences: int
@@ -61,12 +61,11 @@ def packed_sdpa(  # noqa: PLR0913  (the signature transformers calls)
     """Causal attention within each packed sequence.
 
     ``query``, ``key``, ``value`` are ``[1, heads, N, head_dim]`` over packed tokens, or over this rank's part
-    of them. Without a layout it is plain attention over rows that are padded on the right, where a causal
-    mask alone keeps padding out of every real token's sight. transformers calls it through its
-    ``AttentionInterface``, whose signature it must have.
+    of them. Without a layout it is plain causal attention over rows that are padded on the right, where no
+    real token sees padding. The signature is that of transformers' ``AttentionInterface``.
 
-    Raises ``ValueError`` when ``sliding_window``, ``softcap`` or sinks (``s_aux``) would change the result,
-    which are not built.
+    Raises ``ValueError`` when ``sliding_window``, ``softcap`` or sinks (``s_aux``) would change the result:
+    they are not built.
     """
     longest = query.shape[2] if packed_layout is None else packed_layout.max_length
     if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < longest):
@@ -101,7 +100,7 @@ def packed_sdpa(  # noqa: PLR0913  (the signature transformers calls)
 
 
 def runs_flash_kernels(query: Tensor) -> bool:
-    """Whether FlashAttention's kernel for sequences of different lengths takes this tensor."""
+    """Whether FlashAttention's kernel for packed sequences accepts this tensor."""
     if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
         return False
     head_dim = query.shape[-1]
@@ -111,9 +110,9 @@ def runs_flash_kernels(query: Tensor) -> bool:
 def _in_one_kernel(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None
 ) -> Tensor:
-    """Attention ``[1, N, heads, head_dim]`` without any padding."""
+    """Attention ``[1, N, heads, head_dim]`` by one kernel, without padding."""
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
-    # A token's window is everything to its left and nothing to its right.
+    # The window of a token: every token to its left, none to its right.
     attended = varlen_attn(
         query,
         key,
@@ -133,7 +132,7 @@ def _in_one_kernel(
 def _on_grid(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, dropout: float
 ) -> Tensor:
-    """Attention ``[1, N, heads, head_dim]`` of sequences that are padded for it to the longest."""
+    """Attention ``[1, N, heads, head_dim]`` over sequences padded to the longest."""
     rows, width, index = layout.num_sequences, layout.max_length, layout.grid_index
 
     # This took a third of the time of a block mask over all packed tokens, whose cost grows with the square
@@ -171,7 +170,7 @@ def attention_problem(config: Any, longest: int) -> str | None:
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     window = getattr(text, "sliding_window", None)
     slides = "sliding_attention" in kinds or not hasattr(text, "layer_types")
-    others = sorted(kinds - {"full_attention", "sliding_attention"})
+    unsupported = sorted(kinds - {"full_attention", "sliding_attention"})
     if text.model_type in _WITH_SINKS:
         return "its attention has sinks, which are not built"
     if getattr(text, "attn_logit_softcapping", None) is not None:
@@ -179,8 +178,8 @@ def attention_problem(config: Any, longest: int) -> str | None:
             f"its attention is soft-capped (attn_logit_softcapping={text.attn_logit_softcapping:g}), which "
             "is not built"
         )
-    if others:
-        return f"it has layers of kind {', '.join(others)}, which are not built"
+    if unsupported:
+        return f"it has layers of kind {', '.join(unsupported)}, which are not built"
     if window is not None and slides and window < longest:
         return (
             f"its attention looks back sliding_window={window} tokens, which is not built, and sequences "

@@ -24,8 +24,7 @@ _VLLM = {
 """Variables of engines on every node; values that the user sets for the driver take precedence."""
 
 _NCCL = {"NCCL_CUMEM_ENABLE": "0"}
-"""vLLM switches this off in its workers; the other members of a weight transfer must do the same, or it
-hangs."""
+"""vLLM switches this off in its workers. The trainer must switch it off too, or a weight transfer hangs."""
 
 LOOPBACK = "127.0.0.1"
 _ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
@@ -34,33 +33,34 @@ _ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
 
 def trainer_environment(num_threads: int, one_node: bool) -> dict[str, str]:
     """Environment of a trainer rank that computes with ``num_threads`` threads."""
-    return {**_QUIET, **_threads(num_threads), **_users_or(_NCCL), **(_ON_LOOPBACK if one_node else {})}
+    return {**_QUIET, **_threads(num_threads), **_overridable(_NCCL), **(_ON_LOOPBACK if one_node else {})}
 
 
 def _threads(count: int) -> dict[str, str]:
-    # On other nodes, too, both sides of exact mode add as this process says.
-    names = [name for of_device in EXACT_ENVIRONMENT.values() for name in of_device]
-    held = {name: os.environ[name] for name in names if name in os.environ}
-    return {"OMP_NUM_THREADS": str(count), **_users_or(SLEEP_WHILE_WAITING), **held}
+    # In exact mode all nodes choose the kernels of a sum alike.
+    names = [name for variables in EXACT_ENVIRONMENT.values() for name in variables]
+    kernels = {name: os.environ[name] for name in names if name in os.environ}
+    return {"OMP_NUM_THREADS": str(count), **_overridable(SLEEP_WHILE_WAITING), **kernels}
 
 
-def _users_or(defaults: Mapping[str, str]) -> dict[str, str]:
-    """These variables, with the values of this process's environment where it has them."""
+def _overridable(defaults: Mapping[str, str]) -> dict[str, str]:
+    """The ``defaults``, with the values of this process's environment where it has them."""
     return {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
 def engine_environment(num_threads: int, device: str, one_node: bool) -> dict[str, str]:
     """Environment of an engine's process.
 
-    The engine core stays in the actor's process (no child to orphan). On a CPU: no core pinning (two engines
-    would pin the same cores), and no dynamo, which would compile for seconds what an eager engine runs once.
+    The engine core stays in the actor's process, where no child can be orphaned. On a CPU no core is pinned,
+    because two engines would pin the same cores, and dynamo is off, because it would compile for seconds what
+    an eager engine runs once.
     """
     variables = {
         **_QUIET,
         **_threads(num_threads),
-        **_users_or(_NCCL),
+        **_overridable(_NCCL),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        **_users_or(_VLLM),
+        **_overridable(_VLLM),
     }
     if device == "cpu":
         variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}

@@ -5,7 +5,7 @@ from typing import Any
 from verl_rc.config.run import RunConfig
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What families of models call their number of experts."""
+"""Names of the number of experts in the configurations of different model families."""
 ROUTERS = {"qwen2_moe": "Qwen2MoeTopKRouter", "qwen3_moe": "Qwen3MoeTopKRouter"}
 """By family, the router of transformers that can replay experts. Its forward pass returns logits, weights and
 ids of experts; the weights are the softmax of the logits at these ids, divided by their sum where
@@ -21,7 +21,7 @@ def num_experts(config: Any) -> int:
 
 
 def idle_share(config: Any) -> float:
-    """The share of the experts of a layer that a token does not take; 0 for a dense model."""
+    """The share of a layer's experts that a token does not take; 0 for a dense model."""
     count = num_experts(config)
     return 1 - config.get_text_config().num_experts_per_tok / count if count else 0.0
 

@@ -14,10 +14,10 @@ _REPETITIONS = 5
 
 
 class LossScale(GradScaler):
-    """The dynamic scale of the loss of a model that computes in float16, where small gradients would be 0.
+    """The dynamic loss scale of a model that computes in float16, where small gradients would be 0.
 
-    PyTorch's own: halved after a step whose gradient is not finite, doubled after 2,000 others. Its check for
-    infinities is over the shards of all ranks. Other precisions have a scale of 1, which is no scale.
+    PyTorch halves it after a step whose gradient is not finite, and doubles it after 2,000 other steps in a
+    row. The check is over the shards of all ranks. Other precisions have no scale.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -30,14 +30,14 @@ class LossScale(GradScaler):
         return self.get_scale() if self.is_enabled() else None
 
     def adjust(self) -> None:
-        """Choose the scale of the next step from the gradient that was unscaled last."""
+        """Set the scale of the next step, by the last unscaled gradient."""
         self.update()
         # Below 1 it would no longer help: the gradient itself is not finite.
         if self.is_enabled() and self.get_scale() < 1.0:
             self.update(1.0)
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Set what ``state_dict`` returned; that of a run in another precision is left alone."""
+        """Load a ``state_dict``; that of a run in another precision is empty and changes nothing."""
         if state:
             self.load_state_dict(state)
 
@@ -50,9 +50,10 @@ class SlowFloat16Error(ValueError):
 
 
 def float16_product_seconds() -> tuple[float, float]:
-    """Seconds of a weight's gradient in float16 and in float32, once per process.
+    """Seconds of a product like that of a weight's gradient, in float16 and in float32; measured once per
+    process.
 
-    PyTorch computes float16 on every CPU. Without an instruction for it, it converts number by number.
+    On a CPU without float16 instructions PyTorch converts number by number.
     """
     return _seconds(torch.float16), _seconds(torch.float32)
 
@@ -75,7 +76,7 @@ def _seconds(dtype: torch.dtype) -> float:
     gradient, inputs = (torch.randn(_SIZE, _SIZE, generator=generator).to(dtype) for _ in range(2))
     seconds = []
     for _ in range(_REPETITIONS):
-        before = time.perf_counter()
+        started = time.perf_counter()
         gradient.t() @ inputs
-        seconds.append(time.perf_counter() - before)
+        seconds.append(time.perf_counter() - started)
     return min(seconds)

@@ -1,7 +1,7 @@
 """One forward pass over prompts and responses, packed or padded: log-probs, entropies or values of all
 response tokens."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from verl_rc.data.batches import TokenBatch, TokenScores, positions_mask, real_rows
 from verl_rc.distributed.sequence_parallel import SequenceParallel
-from verl_rc.tensor_ops import HiddenStateScores, ScoreOptions, placed
+from verl_rc.tensor_ops import ScoreOptions, placed
 from verl_rc.workers.attention import PackedLayout
 from verl_rc.workers.router_replay import RouterReplay, Routes
 from verl_rc.workers.scoring_head import PredictedTokens
@@ -43,12 +43,12 @@ def packed_inputs(
         raise ValueError(
             f"lengths must sum to the number of tokens {token_ids.numel()}, got {layout.grid_index.numel()}."
         )
-    own_ids, own_places = (
-        tokens if ranks is None else ranks.own_tokens(tokens) for tokens in (token_ids, layout.position_ids)
+    local_ids, local_positions = (
+        values if ranks is None else ranks.local_part(values) for values in (token_ids, layout.position_ids)
     )
     return {
-        "input_ids": own_ids[None],
-        "position_ids": own_places[None],
+        "input_ids": local_ids[None],
+        "position_ids": local_positions[None],
         "attention_mask": None,
         "use_cache": False,
         "packed_layout": layout,
@@ -64,12 +64,12 @@ class ForwardOptions:
     remove_padding: bool = True
     """Pack real tokens of all rows instead of padding every row to the longest."""
     entropy_gradient: bool = True
-    """Whether entropies carry a gradient; without one they are only looked at."""
+    """Whether entropies carry a gradient."""
     ranks: SequenceParallel | None = None
     """The ranks that share the tokens of a micro-batch, which must be packed; None: ranks have
     different micro-batches."""
     replay: RouterReplay | None = None
-    """Of the model's routers: tokens take the experts that are recorded beside them; None: their own."""
+    """Replays the experts recorded beside tokens; None: tokens take the experts that the model chooses."""
 
 
 def score_tokens(
@@ -81,19 +81,18 @@ def score_tokens(
     top_tokens: int = 0,
     candidate_ids: Tensor | None = None,
 ) -> TokenScores:
-    """Log-probs of the response tokens under a language model: position t is read from the hidden state one
-    to its left.
+    """Log-probs of the response tokens under a language model; the hidden state at a position predicts the
+    next token.
 
-    Where the engine has recorded which tokens its filter kept, these alone can be drawn here too: log-probs
-    and what is averaged over a distribution are those of the kept tokens. Where it has recorded experts, and
-    ``options`` replay them, tokens take these. ``candidate_ids`` (integers ``[B, R, C]``) are other tokens
-    whose log-probs are computed too; ``top_tokens`` says of how many of the most likely tokens they are.
+    Where ``tokens`` have kept sets, a distribution is over the kept tokens alone. Where they have experts and
+    ``options`` have a replay, tokens take these experts. Log-probs of ``candidate_ids`` (integers ``[B, R,
+    C]``) and of the ``top_tokens`` most likely tokens are computed too.
     """
     packed = PackedSequences.from_tokens(tokens)
     inputs, predictors = packed.model_inputs(options)
-    has_experts = options.replay is not None and tokens.experts_counts is not None
+    replay = None if tokens.experts_counts is None else options.replay
     if options.replay is not None:
-        options.replay.use(packed.routes(tokens, options) if has_experts else None)
+        options.replay.use(None if replay is None else packed.routes(tokens, options, replay))
     # Row by row and from left to right, the order in which nonzero() lists the predictors.
     targets = tokens.responses[packed.is_response]
     score_options = ScoreOptions(
@@ -107,25 +106,21 @@ def score_tokens(
         None if kept_ids is None else predictors.select(kept_ids),
         None if candidate_ids is None else predictors.select(candidate_ids[packed.is_response].long()),
     )
-    found: HiddenStateScores = model(predicted=predicted, **inputs)
-
-    def everywhere(outputs: Tensor) -> Tensor:
-        return packed.to_grid(predictors.gather(outputs))
-
-    everything: dict[str, Any] = {
-        name: None if values is None else everywhere(values) for name, values in found._asdict().items()
+    outputs: dict[str, Tensor | None] = model(predicted=predicted, **inputs)._asdict()
+    if replay is not None:
+        outputs["flipped_experts"] = replay.is_flipped[predictors.positions].float()
+    grids: dict[str, Any] = {
+        name: None if values is None else packed.to_grid(predictors.gather(values))
+        for name, values in outputs.items()
     }
-    scores = TokenScores(**everything)
-    if options.replay is None or not has_experts:
-        return scores
-    is_flipped = options.replay.is_flipped[predictors.positions]
-    return replace(scores, flipped_experts=everywhere(is_flipped.float()))
+    return TokenScores(**grids)
 
 
 def _kept_ids(tokens: TokenBatch, is_response: Tensor) -> Tensor | None:
     """int64 ``[K, W]``: the kept tokens at each of K response tokens, padded with -1; None: no filter."""
-    if tokens.kept_counts is None or tokens.kept_ids is None:
+    if tokens.kept_counts is None:
         return None
+    assert tokens.kept_ids is not None
     counts = tokens.kept_counts[is_response]
     sets = positions_mask(counts, max(1, int(counts.max()))) if len(counts) else is_response[:0]
     ids = torch.cat(real_rows(tokens.kept_ids, tokens.kept_counts.sum(-1)))
@@ -144,36 +139,40 @@ def score_values(model: nn.Module, tokens: TokenBatch, options: ForwardOptions) 
 
 @dataclass(frozen=True)
 class Predictors:
-    """Where the outputs lie that predict the K response tokens of a micro-batch, on this rank."""
+    """The positions of the model's output, on this rank, that predict response tokens."""
 
     positions: Tensor
-    """int64 ``[K]``, or those of this rank's part: places in the model's output, counted over all rows."""
+    """int64, counted over all rows: ``[K]``, or those of the tokens that this rank predicts."""
     ranks: SequenceParallel | None = None
-    is_own: Tensor | None = None
-    """bool ``[K]``: which of the response tokens this rank predicts; None: all."""
+    is_local: Tensor | None = None
+    """bool ``[K]``: the response tokens that this rank predicts; with ``ranks``."""
 
     def select(self, values: Tensor) -> Tensor:
-        """Those of ``values`` ``[K, …]`` that belong to this rank's predictions."""
-        return values if self.is_own is None else values[self.is_own]
+        """Those of ``values`` ``[K, …]`` whose tokens this rank predicts."""
+        return values if self.is_local is None else values[self.is_local]
 
     def gather(self, values: Tensor) -> Tensor:
-        """What all ranks predict ``[K, …]``, from this rank's part."""
-        return values if self.ranks is None or self.is_own is None else self.ranks.gather(values, self.is_own)
+        """The predictions ``[K, …]`` of all ranks, from those of this rank."""
+        if self.ranks is None:
+            return values
+        assert self.is_local is not None
+        return self.ranks.gather(values, self.is_local)
 
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """The real tokens of some rows, one row after the other, and where the response tokens are predicted."""
+    """The real tokens of some rows, one row after the other, and the positions that predict response
+    tokens."""
 
     token_ids: Tensor
     """int64 ``[N]``."""
     lengths: Tensor
-    """int64 ``[S]``: tokens of each conversation; they sum to N. A row is one, unless another begins in
-    it."""
+    """int64 ``[S]``: tokens of each conversation; they sum to N. A row is one conversation, or several where
+    it has restarts."""
     predictors: Tensor
     """int64 ``[K]``: packed positions whose outputs predict the K response tokens."""
     is_response: Tensor
-    """bool ``[B, R]``: where those lie on the grid of responses."""
+    """bool ``[B, R]``: the K response tokens, padding left out."""
 
     @classmethod
     def from_tokens(cls, tokens: TokenBatch) -> "PackedSequences":
@@ -192,15 +191,14 @@ class PackedSequences:
         return cls(token_ids, lengths, response_token.nonzero()[:, 0] - 1, is_response)
 
     def model_inputs(self, options: ForwardOptions) -> tuple[dict[str, Any], Predictors]:
-        """Arguments of the model's forward pass, and where its outputs predict response tokens."""
+        """Arguments of the model's forward pass, and the positions of its output that predict response
+        tokens."""
         if not options.remove_padding:
-            real = positions_mask(self.lengths, int(self.lengths.max()))
-            padded_ids = torch.zeros(real.shape, dtype=torch.int64, device=self.token_ids.device)
-            padded_ids[real] = self.token_ids
+            real = self._real_positions()
             places = real.flatten().nonzero()[:, 0]
             # Padding lies on the right, so a causal mask alone keeps it out of sight of real tokens.
             padded_inputs = {
-                "input_ids": padded_ids,
+                "input_ids": placed(self.token_ids, real),
                 "position_ids": (real.long().cumsum(-1) - 1).clamp_min(0),
                 "attention_mask": None,
                 "use_cache": False,
@@ -209,28 +207,24 @@ class PackedSequences:
         inputs = packed_inputs(self.token_ids, self.lengths, options.ranks)
         if options.ranks is None:
             return inputs, Predictors(self.predictors)
-        is_own, positions = options.ranks.own_positions(self.predictors, self.token_ids.numel())
-        return inputs, Predictors(positions, options.ranks, is_own)
+        is_local, positions = options.ranks.local_positions(self.predictors, self.token_ids.numel())
+        return inputs, Predictors(positions, options.ranks, is_local)
 
-    def routes(self, tokens: TokenBatch, options: ForwardOptions) -> Routes:
-        """The experts recorded beside ``tokens``, as ``model_inputs`` lays tokens out."""
-        assert options.replay is not None
-        routes = options.replay.packed_routes(tokens, self.predictors, self.is_response, len(self.token_ids))
+    def _real_positions(self) -> Tensor:
+        """bool ``[S, longest]``: where ``model_inputs`` puts tokens that it does not pack."""
+        return positions_mask(self.lengths, int(self.lengths.max()))
+
+    def routes(self, tokens: TokenBatch, options: ForwardOptions, replay: RouterReplay) -> Routes:
+        """The experts recorded beside ``tokens``, in the layout of ``model_inputs``."""
+        routes = replay.packed_routes(tokens, self.predictors, self.is_response, len(self.token_ids))
+        packed = (routes.expert_ids, routes.is_known)
         if not options.remove_padding:
-            real = positions_mask(self.lengths, int(self.lengths.max())).flatten()
-            return Routes(*(_spread(values, real) for values in (routes.expert_ids, routes.is_known)))
+            real = self._real_positions().flatten()
+            return Routes(*(placed(values, real) for values in packed))
         if options.ranks is None:
             return routes
-        own = (options.ranks.own_tokens(values) for values in (routes.expert_ids, routes.is_known))
-        return Routes(*own)
+        return Routes(*map(options.ranks.local_part, packed))
 
     def to_grid(self, values: Tensor) -> Tensor:
         """``values`` ``[K, …]`` at their places in ``[B, R, …]``, 0 elsewhere."""
         return placed(values, self.is_response)
-
-
-def _spread(values: Tensor, real: Tensor) -> Tensor:
-    """``values`` ``[N, …]`` where ``real`` (bool ``[S]``), 0 elsewhere."""
-    spread = torch.zeros(len(real), *values.shape[1:], dtype=values.dtype, device=values.device)
-    spread[real] = values
-    return spread

@@ -39,19 +39,18 @@ def load_causal_lm(
     head_dtype: str | None = None,
     operations: Operations = Operations(),  # noqa: B008  (it cannot be changed)
 ) -> nn.Module:
-    """Load a Hugging Face causal language model whose attention understands packed input and which can score
-    tokens, with logits in ``head_dtype`` (None: ``dtype``), by ``operations``.
+    """Load a Hugging Face causal language model that takes packed input and scores tokens, with logits in
+    ``head_dtype`` (None: ``dtype``), by ``operations``.
 
-    With ``mesh``, each of its ranks reads its shards alone; ``shard_model`` must follow before a forward
-    pass.
+    With ``mesh``, each rank reads its shards alone, and ``shard_model`` must follow before a forward pass.
 
-    Raises ``ValueError`` when ``path`` looks like a folder but holds no model, or one whose logits are
-    computed in another way than by a linear layer.
+    Raises ``ValueError`` when ``path`` looks like a folder but holds no model, or when the logits are not
+    computed by a linear layer.
     """
     source, arguments = _model_source(path, dtype, trust_remote_code)
     arguments["attn_implementation"] = operations.attention
-    with _reading_shards(mesh) as further:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(source, **arguments, **further)
+    with _reading_shards(mesh) as sharding:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(source, **arguments, **sharding)
     precision = None if head_dtype is None else torch_dtype(head_dtype)
     model = add_scoring(_with_checkpointing(model, gradient_checkpointing), precision, operations.score)
     return operations.exchange_layers(model)
@@ -64,20 +63,20 @@ def load_value_model(
     trust_remote_code: bool = False,
     mesh: DeviceMesh | None = None,
 ) -> nn.Module:
-    """Load a transformer with a scalar head: output 0 of a position is the value of what comes after it.
+    """Load a transformer with a scalar head, whose output at a position is the value before the next token.
 
-    A model without a value head (a language model) gets one of zeros, so that the first values are 0 instead
-    of noise. ``mesh`` as in ``load_causal_lm``. Raises ``ValueError`` when ``path`` holds no model, or one
-    whose head gives more than one number.
+    A language model without a value head gets one of zeros, so that its first values are 0 instead of noise.
+    ``mesh`` as in ``load_causal_lm``. Raises ``ValueError`` when ``path`` holds no model, or one whose head
+    has more than one output.
     """
     source, arguments = _model_source(path, dtype, trust_remote_code)
     config = arguments["config"]
     # Dropout would give old and new values of the same weights different numbers.
     config.num_labels, config.classifier_dropout = 1, 0.0
     try:
-        with _reading_shards(mesh) as further:
+        with _reading_shards(mesh) as sharding:
             model, loading = AutoModelForTokenClassification.from_pretrained(
-                source, output_loading_info=True, **arguments, **further
+                source, output_loading_info=True, **arguments, **sharding
             )
     except (RuntimeError, ValueError) as error:
         raise ValueError(
@@ -94,12 +93,12 @@ def load_value_model(
 
 @contextmanager
 def _reading_shards(mesh: DeviceMesh | None) -> Iterator[dict[str, Any]]:
-    """Arguments with which ``from_pretrained`` reads only this rank's shards into memory; none for a whole
-    model.
+    """Arguments with which ``from_pretrained`` reads only this rank's shards into memory; none without a
+    ``mesh``.
 
-    transformers builds a model without weights, calls ``maybe_distribute_model``, and then reads of each
-    tensor what the parameter holds on this rank. Its own distribution needs a plan from the model's class and
-    knows no adapters.
+    transformers builds a model without weights, calls ``maybe_distribute_model``, and then reads this rank's
+    shard of each tensor. Its own method is replaced: it needs a plan from the model's class and supports no
+    adapters.
     """
     if mesh is None:
         yield {}
@@ -111,11 +110,11 @@ def _reading_shards(mesh: DeviceMesh | None) -> Iterator[dict[str, Any]]:
         return model
 
     with ExitStack() as undo:
-        # The base class has the method from its own base class, so that removing ours restores it.
+        # PreTrainedModel inherits the method, so that deleting the attribute restores it.
         patched: Any = PreTrainedModel
         patched.maybe_distribute_model = classmethod(cut)
         undo.callback(delattr, patched, "maybe_distribute_model")
-        # One tensor after the other: memory that several threads have freed is not given back.
+        # One thread reads: the memory that several threads have freed is not given back.
         if _NO_THREADS not in os.environ:
             os.environ[_NO_THREADS] = "1"
             undo.callback(os.environ.pop, _NO_THREADS)
@@ -123,11 +122,8 @@ def _reading_shards(mesh: DeviceMesh | None) -> Iterator[dict[str, Any]]:
 
 
 def unsupported_model(config: RunConfig, path: str, trust_remote_code: bool) -> str | None:
-    """Say why the model at ``path`` cannot be trained, by its attention and experts in ``config.json``; None
-    when it can.
-
-    A reward model computes its own.
-    """
+    """Why the model at ``path`` cannot be trained or score as a frozen policy, by the attention and experts
+    in its ``config.json``; None when it can."""
     policy = config.actor_rollout_ref
     trained = {
         "actor": policy.model.path,
@@ -177,7 +173,6 @@ def _model_source(path: str, dtype: torch.dtype, trust_remote_code: bool) -> tup
 def _with_checkpointing(model: nn.Module, enabled: bool) -> nn.Module:
     if enabled:
         checkpointed: Any = model
-        # PyTorch's reentrant checkpoints do not work where no input needs a gradient, as with LoRA's frozen
-        # embeddings.
+        # PyTorch's reentrant checkpoints need an input with a gradient, which LoRA's frozen embeddings lack.
         checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model

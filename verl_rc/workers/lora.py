@@ -57,12 +57,12 @@ def add_adapters(model: nn.Module, config: ModelConfig) -> nn.Module:
             f"{config.target_modules!r} (without exclude_modules={config.exclude_modules!r}). Its linear "
             f"layers are {', '.join(linear)}; all-linear takes all of them. ({error})"
         ) from error
-    others = sorted(name for name, _ in adapted.named_parameters() if ".lora_embedding_" in name)
-    if others:  # named otherwise than those of linear layers
+    embeddings = sorted(name for name, _ in adapted.named_parameters() if ".lora_embedding_" in name)
+    if embeddings:
         raise ValueError(
             "actor_rollout_ref.model.target_modules must name linear layers, whose adapters engines get, got "
-            f"{config.target_modules!r}, which also takes {others[0].partition('.lora_')[0]}. Leave it out, "
-            "or name it in exclude_modules."
+            f"{config.target_modules!r}, which also takes {embeddings[0].partition('.lora_')[0]}. Leave it "
+            "out, or name it in exclude_modules."
         )
     if not isinstance(model.get_output_embeddings(), nn.Linear):  # type: ignore[operator]
         raise ValueError(
@@ -74,14 +74,13 @@ def add_adapters(model: nn.Module, config: ModelConfig) -> nn.Module:
 
 
 def adapters_off(model: Any) -> AbstractContextManager[None]:
-    """Run as the model was before training: the reference policy."""
+    """A context in which the model is the reference policy, as it was before training."""
     disabled: AbstractContextManager[None] = model.disable_adapter()
     return disabled
 
 
 class MergedWeights:
-    """The weights of an adapted model as engines know them: adapters merged in, names as if there were
-    none."""
+    """The weights of an adapted model for engines without adapters: merged, under the base model's names."""
 
     def __init__(self, model: nn.Module, config: ModelConfig) -> None:
         """Find weights and adapters of ``model``, which ``add_adapters`` made."""
@@ -104,36 +103,36 @@ class MergedWeights:
         """Whole weights, ``W + lora_alpha / lora_rank * B @ A`` in fp32 where they have adapters;
         collective."""
         adapted = [name for name in names if name in self._adapters]
-        # Each rank merges the rows of its shard, for which it needs all of A; they are rounded once, when
-        # they are gathered.
-        firsts = gather_full_tensors(
+        # Each rank merges the rows of its shard, for which it needs all of A; the gathering rounds them once.
+        factors_a = gather_full_tensors(
             [self._model.get_parameter(self._adapters[name][0]) for name in adapted], torch.float32
         )
-        merged = {name: self._merged(name, first) for name, first in zip(adapted, firsts, strict=True)}
+        merged = {name: self._merged(name, full_a) for name, full_a in zip(adapted, factors_a, strict=True)}
         parameters = [merged.get(name, self._model.get_parameter(self._weights[name])) for name in names]
         return gather_full_tensors(parameters, dtype)
 
     def constant(self) -> frozenset[str]:
-        """None: an engine's layer can only be loaded as a whole."""
+        """No names: an engine loads all weights of a layer together."""
         return frozenset()
 
     def trained(self) -> Iterator[tuple[str, Tensor]]:
         """Weights with adapters, merged."""
-        for name, (first, _) in self._adapters.items():
-            (whole,) = gather_full_tensors([self._model.get_parameter(first)], torch.float32)
-            yield name, own_rows(self._merged(name, whole))
+        for name, (factor_a, _) in self._adapters.items():
+            (full_a,) = gather_full_tensors([self._model.get_parameter(factor_a)], torch.float32)
+            yield name, own_rows(self._merged(name, full_a))
 
-    def _merged(self, name: str, first: Tensor) -> Tensor:
-        weight, second = (
+    def _merged(self, name: str, factor_a: Tensor) -> Tensor:
+        """``W + lora_alpha / lora_rank * B @ A`` in fp32, on this rank's rows, with the full factor A."""
+        weight, factor_b = (
             self._model.get_parameter(parameter)
             for parameter in (self._weights[name], self._adapters[name][1])
         )
-        return add_product(weight, second, first, self._scale)
+        return add_product(weight, factor_b, factor_a, self._scale)
 
 
 class AdapterWeights(MergedWeights):
-    """The weights of an adapted model for engines that apply adapters themselves: the base's as they are, and
-    the adapters' factors, the second one with the scale."""
+    """The weights of an adapted model for engines that apply adapters: the base model's, and the factors of
+    the adapters, B multiplied by the scale."""
 
     def __init__(self, model: nn.Module, config: ModelConfig) -> None:
         """Find weights and adapters of ``model``, which ``add_adapters`` made."""
@@ -151,7 +150,7 @@ class AdapterWeights(MergedWeights):
 
     def gather(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
         """Whole weights and factors; collective."""
-        return gather_full_tensors([self._sent(name) for name in names], dtype)
+        return gather_full_tensors([self._engine_tensor(name) for name in names], dtype)
 
     def constant(self) -> frozenset[str]:
         """The base's weights."""
@@ -160,11 +159,10 @@ class AdapterWeights(MergedWeights):
     def trained(self) -> Iterator[tuple[str, Tensor]]:
         """The factors."""
         for name in self._factors:
-            yield name, own_rows(self._sent(name))
+            yield name, own_rows(self._engine_tensor(name))
 
-    def _sent(self, name: str) -> Tensor:
-        """A parameter, in float32 and with its scale where that is not 1: it is rounded once, when it is
-        gathered."""
+    def _engine_tensor(self, name: str) -> Tensor:
+        """A parameter as engines get it; B in float32, so that it is rounded once, when it is gathered."""
         if name not in self._factors:
             return self._model.get_parameter(self._weights[name])
         factor = self._model.get_parameter(self._factors[name])
@@ -179,7 +177,7 @@ def engine_weights(model: nn.Module, config: ModelConfig) -> WeightSource:
 
 
 def linear_weights(model: Any) -> frozenset[str]:
-    """Names, as engines know them, of the weights of linear layers and experts, without the output layer."""
+    """Engine names of the weights of linear layers and experts, without the output layer."""
     head = model.get_output_embeddings()
     linear = {
         f"{name}.weight"

@@ -1,5 +1,5 @@
-"""The loop over a rank's micro-batches that all workers share, with or without gradient, and its exact
-totals."""
+"""The loops over a rank's micro-batches that all workers share, with and without gradient, and the exact
+totals of their objectives."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
@@ -16,7 +16,7 @@ from verl_rc.workers.sharded_model import LearningModel
 
 
 class ObjectiveTotals:
-    """Sums up the metrics of all micro-batches of an update; averages are taken at the end only."""
+    """Sums of the metrics of all micro-batches of an update, divided once, at the end."""
 
     def __init__(self, role: str) -> None:
         """``role``: ``actor`` or ``critic``."""
@@ -53,7 +53,7 @@ class ObjectiveTotals:
         values = iter(torch.stack([value.double() for value in flat]).tolist() if flat else [])
         records = [Metric(name, next(values) / num_steps, Reduction.SUM) for name in self._terms]
         records += [Metric(name, Mean(next(values), next(values))) for name in self._averages]
-        # The norm is over the shards of all ranks already: every rank has the same number.
+        # The norm is over the shards of all ranks, so that every rank has the same number.
         if is_first_rank:
             records += [
                 Metric(f"{self._role}/grad_norm", step.grad_norm)
@@ -88,15 +88,17 @@ def score_sequences(
 ) -> list[Tensor]:
     """Results of ``score`` for the response tokens, float32 ``[B, R, …]`` each, on the CPU, without gradient.
 
-    An empty micro-batch runs a forward on row 0 whose result is dropped: FSDP needs all ranks in every
-    forward.
+    For an empty micro-batch row 0 is scored and the result dropped: FSDP needs all ranks in every forward
+    pass.
     """
     results: list[Tensor] = []
     with torch.no_grad():
         for rows in micro_batches:
             part = on_device(Ragged.from_record(tokens, list(rows) or [0]).padded(), device)
             scores = score(part)
-            results = results or [torch.zeros(*tokens.responses.shape, *one.shape[2:]) for one in scores]
+            results = results or [
+                torch.zeros(*tokens.responses.shape, *values.shape[2:]) for values in scores
+            ]
             for result, values in zip(results, scores, strict=True):
                 if rows:
                     # Padding of one token, where no row has a response, may be wider than the batch.
@@ -126,11 +128,11 @@ def accumulate_gradients(
     """Forward and backward over this rank's micro-batches; gradients are reduced over ranks in the last one,
     or in each.
 
-    FSDP averages gradients over ranks, but losses are shares of a sum: they are multiplied by the number of
-    ranks.
+    Losses are shares of a sum, and FSDP averages gradients over ranks: each loss is multiplied by the number
+    of ranks.
     """
     for index, rows in enumerate(micro_batches):
-        # Added up on each rank, gradients travel once, but are whole in its memory until then.
+        # One reduction at the end saves transfers; until then each rank holds full gradients.
         model.set_gradient_sync(index == len(micro_batches) - 1)
         objective = compute_objective(rows)
         model.backward(objective.loss * world_size)

@@ -17,19 +17,19 @@ _EXACT_ATTENTION = "verl_rc_exact"
 
 @dataclass(frozen=True)
 class Operations:
-    """Those that can be exchanged."""
+    """The operations that exact mode exchanges."""
 
     attention: str = PACKED_ATTENTION
     """Name in transformers' ``AttentionInterface``."""
     score: Callable[..., HiddenStateScores] = scores_from_hidden_states
     exchange_layers: Callable[[nn.Module], nn.Module] = lambda model: model
-    """The model, some of whose layers compute in another way."""
+    """Replaces layers of a model by exact ones; returns the model."""
 
 
 def operations(exact: bool, compute_dtype: torch.dtype) -> Operations:
-    """Those of exact mode or the ordinary ones, for a model that computes in ``compute_dtype``.
+    """The operations of a model that computes in ``compute_dtype``, in exact mode or not.
 
-    Raises ``InexactError`` where vLLM is another than the one that exact mode knows.
+    Raises ``InexactError`` where exact mode does not support the installed vLLM.
     """
     if not exact:
         return Operations()

@@ -58,14 +58,13 @@ _GIB = 1 << 30
 
 
 def memory_metrics(device: torch.device) -> list[Metric]:
-    """``perf/*memory*`` in GiB, the largest over the ranks: verl's ``actor/perf/*`` under the names it had
-    before."""
+    """``perf/*memory*`` in GiB, the maximum over ranks; newer releases of verl call them ``actor/perf/*``."""
     memory = host_memory()
-    used = {"perf/cpu_memory_used_gb": memory["MemTotal"] - memory["MemAvailable"]}
+    sizes = {"perf/cpu_memory_used_gb": memory["MemTotal"] - memory["MemAvailable"]}
     if device.type == "cuda":
-        used["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device)
-        used["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(device)
-    return [Metric(name, size / _GIB, Reduction.MAX) for name, size in used.items()]
+        sizes["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device)
+        sizes["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(device)
+    return [Metric(name, size / _GIB, Reduction.MAX) for name, size in sizes.items()]
 
 
 class PolicyWorker(Learner):
@@ -124,8 +123,8 @@ class PolicyWorker(Learner):
         )
 
     def compute_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Log-probs and entropies ``[B, R]`` of the given rows' response tokens, without gradient; where the
-        estimator or full diagnostics need them, sums of squared probabilities and varentropies too."""
+        """Log-probs and entropies ``[B, R]`` of the response tokens, without gradient; sums of squared
+        probabilities and varentropies too, where the estimator or full diagnostics need them."""
         with self.model.in_use() as module:
             module.eval()
             return score_sequences(tokens, micro_batches, self._scores, self._device)
@@ -165,7 +164,7 @@ class PolicyWorker(Learner):
             else None
         )
         totals = ObjectiveTotals("actor")
-        kept_tokens = []
+        loss_tokens = []
         gap = None
         self._statistics_seconds = 0.0
         with self.model.in_use(with_optimizer=True) as module:
@@ -174,42 +173,45 @@ class PolicyWorker(Learner):
             for share in mini_batches:
                 # A global count, so that all ranks skip together and FSDP's collectives match.
                 if share.num_loss_tokens == 0:
-                    kept_tokens.append(0)
+                    loss_tokens.append(0)
                     continue
-                num_kept = self.accumulate(batch, share, totals, correction)
+                self.accumulate(batch, share, totals, correction)
+                num_loss_tokens = share.num_loss_tokens if correction is None else correction.end_mini_batch()
                 if correction is not None and gap is None and not totals.num_updates:
-                    # Not behind an update: then the two policies differ by design.
+                    # After an update the two policies differ by design.
                     gap = correction.gap()
                     if gap is not None and request.gap_limit is not None:
-                        # Before the optimizer step: weights that were trained on rollouts of other weights
-                        # are lost.
+                        # Before the optimizer step: weights that were trained on the rollouts of other
+                        # weights cannot be repaired.
                         gap.require_at_most(request.gap_limit, "this step's rollouts")
-                kept_tokens.append(num_kept)
-                if num_kept:
+                loss_tokens.append(num_loss_tokens)
+                if num_loss_tokens:
                     totals.steps.append(self.model.step())
                 else:
-                    # Not a step with gradients of 0: AdamW's moments and weight decay would still change the
-                    # weights.
+                    # A step with gradients of 0 would still change the weights, by AdamW's moments and weight
+                    # decay.
                     self.model.optimizer.zero_grad()
-            left = None if survival is None else survival.sums(self._weights.trained(), self._rounding)
+            survival_sums = (
+                None if survival is None else survival.sums(self._weights.trained(), self._rounding)
+            )
         records = [Metric("actor/lr", self.model.advance_schedule(), Reduction.LAST)]
         records += totals.metrics(is_first_rank=self._address.rank == 0)
         records += memory_metrics(self._device)
-        if left is not None:
-            kept, moved, other, changed = left.tolist()
-            records.append(Metric("sync/update_survival", Mean(kept, moved)))
-            records.append(Metric("sync/changed_weights", Mean(other, changed)))
+        if survival_sums is not None:
+            projection, squared_norm, num_changed_in_engine, num_changed = survival_sums.tolist()
+            records.append(Metric("sync/update_survival", Mean(projection, squared_norm)))
+            records.append(Metric("sync/changed_weights", Mean(num_changed_in_engine, num_changed)))
         if self._address.rank == 0:
             # The counts are global: summed over ranks, each skip would count once a rank.
-            skipped = sum(num_kept == 0 for num_kept in kept_tokens)
+            skipped = sum(num_loss_tokens == 0 for num_loss_tokens in loss_tokens)
             records.append(Metric("rollout_corr/skipped_updates", skipped, Reduction.SUM))
         seconds = self._statistics_seconds + (0.0 if correction is None else correction.statistics_seconds)
         if correction is not None or mini_batch_loss_name(self._actor, self._correction) is not None:
             records.append(Metric("timing_s/correction_statistics", seconds, Reduction.MAX))
         if correction is None:
-            return ActorReport(records, totals.steps, kept_tokens)
+            return ActorReport(records, totals.steps, loss_tokens)
         return ActorReport(
-            records, totals.steps, kept_tokens, correction.statistics(), gap, correction.signatures()
+            records, totals.steps, loss_tokens, correction.statistics(), gap, correction.signatures()
         )
 
     def accumulate(
@@ -218,8 +220,8 @@ class PolicyWorker(Learner):
         share: MiniBatchShare,
         totals: ObjectiveTotals,
         correction: ActorCorrection | None,
-    ) -> int:
-        """Gradients of one mini-batch; returns how many of its tokens, over all ranks, are in the loss."""
+    ) -> None:
+        """Add the gradients of one mini-batch; collective."""
         denominators: MiniBatchShare | MiniBatchCounts = share
         if correction is not None:
             correction.updates = totals.num_updates
@@ -248,19 +250,17 @@ class PolicyWorker(Learner):
             objective = policy_objective(
                 current, part, self._actor, self._correction, aggregation, mini_batch, self._distillation
             )
-            if correction is None or uncorrected.proximal_log_probs is None:
+            if correction is None or not correction.compares_proximal:
                 return objective
-            # Recomputed this time, to compare interpolated ones with.
             return replace(objective, averages={**objective.averages, **interpolation_gap(part, uncorrected)})
 
         accumulate_gradients(
             self.model, share.micro_batches, compute_objective, self._address.world_size, totals
         )
-        return share.num_loss_tokens if correction is None else correction.finish()
 
     def score(self, part: TrainBatch, with_sum_pi_squared: bool = False) -> TokenScores:
-        """Current log-probs (and entropies where loss or metrics need them) of a micro-batch, with gradient;
-        those of the teacher's likeliest tokens where it has named them."""
+        """Current log-probs of a micro-batch, with gradient; entropies too where loss or metrics need them,
+        and log-probs of the teacher's most likely tokens where the loss reads them."""
         with_entropy = self._actor.entropy_coeff != 0 or self._correction.in_actor
         return score_tokens(
             self.model.module,
@@ -274,8 +274,8 @@ class PolicyWorker(Learner):
     def _mini_batch_statistics(
         self, batch: TrainBatch, share: MiniBatchShare, correction: ActorCorrection | None
     ) -> MiniBatchStatistics | None:
-        """The statistics of the whole mini-batch for losses that read it, by a pass without gradient before
-        its first micro-batch; None for other losses. Collective."""
+        """Statistics of the whole mini-batch, from a pass without gradient; None for losses that do not read
+        them. Collective."""
         name = mini_batch_loss_name(self._actor, self._correction)
         if name is None:
             return None
@@ -299,25 +299,25 @@ class PolicyWorker(Learner):
         with torch.no_grad():
             return part, self.score(part).log_probs
 
-    def manifest(self, whole: bool = True) -> Manifest:
-        """The tensors of a weight update: all, or those that training changes."""
-        return self._sender.update_manifest(whole)
+    def manifest(self, full: bool = True) -> Manifest:
+        """The tensors of a weight update: all (``full``), or those that training changes."""
+        return self._sender.update_manifest(full)
 
     def join_transfer(self, address: TransferAddress) -> None:
         """Join the transfer group of the engines."""
-        # NCCL moves GPU tensors only, gloo is there for machines without.
+        # NCCL moves GPU tensors alone; on a CPU gloo does it.
         self._sender.join(address, "gloo" if self._device.type == "cpu" else "nccl")
 
-    def send_weights(self, whole: bool = True) -> SendReceipt:
+    def send_weights(self, full: bool = True) -> SendReceipt:
         """Broadcast the current weights to all engines; collective."""
         with self.model.in_use():
-            return self._sender.send(whole)
+            return self._sender.send(full)
 
-    def describe_buckets(self, whole: bool = True) -> tuple[str, int]:
-        """The device this rank can lend memory of, and in how many buckets an update comes."""
-        return self._sender.device_key(), self._sender.num_buckets(whole)
+    def describe_buckets(self, full: bool = True) -> tuple[str, int]:
+        """The device whose memory this rank can lend, and the number of buckets of a weight update."""
+        return self._sender.device_key(), self._sender.num_buckets(full)
 
-    def offer_bucket(self, index: int, share: bool, whole: bool = True) -> BucketHandle:
+    def offer_bucket(self, index: int, share: bool, full: bool = True) -> BucketHandle:
         """Lend one bucket of the current weights to the engine worker on this device; collective.
 
         The weights stay on the device until ``release_bucket``.
@@ -325,10 +325,11 @@ class PolicyWorker(Learner):
         # Offloaded weights must stay on the device between the calls of one update.
         if index == 0:
             self._weights_in_use.enter_context(self.model.in_use())
-        return self._sender.offer(index, share, whole)
+        return self._sender.offer(index, share, full)
 
     def release_bucket(self, interrupted: bool) -> SendReceipt:
-        """Free the last bucket, which ends the update; ``interrupted`` by the loss of an engine."""
+        """Free the last bucket and end the weight update, which the loss of an engine may have
+        ``interrupted``."""
         with self._weights_in_use:  # the bucket is freed first, so that its memory is given back too
             return self._sender.release(interrupted)
 
@@ -364,8 +365,8 @@ class FrozenWorker:
         )
 
     def compute_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Log-probs ``[B, R]`` of the given rows' response tokens; of a teacher whose most likely tokens the
-        loss looks at, these and their log-probs ``[B, R, W]`` too."""
+        """Log-probs ``[B, R]`` of the response tokens; of a teacher whose most likely tokens the loss reads,
+        their ids and log-probs ``[B, R, W]`` too."""
 
         def score(part: TokenBatch) -> list[Tensor]:
             scores = score_tokens(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -35,8 +36,8 @@ class RewardModelWorker:
             .to(self._device)
             .eval()
         )
-        # transformers reads the logit of the last token that is not this one, and refuses a batch without it.
-        self._model.config.pad_token_id = self._tokenizer.pad_token_id
+        self._text_config = self._model.config.get_text_config()
+        self._pad_token_id: int | None = self._text_config.pad_token_id
         positions = getattr(self._model.config, "max_position_embeddings", None)
         self._max_length = min(
             length for length in (config.max_length, positions, math.inf) if length is not None
@@ -67,9 +68,15 @@ class RewardModelWorker:
 
     @torch.no_grad()
     def _logits(self, token_ids: Sequence[Sequence[int]]) -> Tensor:
-        """float32 ``[B]``."""
+        """float32 ``[B]``: what the model gives for each conversation alone."""
         longest = max(len(ids) for ids in token_ids)
-        padding = self._tokenizer.pad_token_id
+        padding = self._pad_token_id
+        if padding is None or padding < 0:  # some configurations say -1
+            # transformers reads the logit at the last token that is not padding. Without a padding token that
+            # is the last token of all, even if it is EOS.
+            last_tokens = {ids[-1] for ids in token_ids}
+            padding = next(token for token in count() if token not in last_tokens)
+            self._text_config.pad_token_id = padding
         input_ids = torch.tensor(
             [[*ids, *[padding] * (longest - len(ids))] for ids in token_ids], device=self._device
         )

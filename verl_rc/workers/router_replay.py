@@ -1,5 +1,5 @@
-"""Router replay (R3, arXiv:2510.11370): in a model with experts, each token takes the experts that the engine
-took for it. The router's probabilities of them, and their gradients, stay those of the model."""
+"""Router replay (R3, arXiv:2510.11370): in a model with experts, each token takes the experts that it took in
+the engine. The probabilities of these experts, and their gradients, are the model's own."""
 
 import re
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ class Routes:
     expert_ids: Tensor
     """uint8 ``[N, layers, experts of a token]``."""
     is_known: Tensor
-    """bool ``[N]``; the other tokens take the model's own."""
+    """bool ``[N]``: tokens with recorded experts; the others take those that the model chooses."""
 
 
 class RouterReplay:
     """Hooks on the routers of a model."""
 
     def __init__(self, model: Any) -> None:
-        """Raises ``ValueError`` when the model has no router, or one of a class that is not known."""
+        """Raises ``ValueError`` when the model has no router, or one of a class not in ``ROUTERS``."""
         routers = {
             name: module for name, module in model.named_modules() if type(module).__name__.endswith("Router")
         }
@@ -41,7 +41,7 @@ class RouterReplay:
         for name, router in routers.items():
             layer = re.search(r"\blayers\.(\d+)\.", name)
             assert layer is not None, name
-            router.register_forward_hook(partial(self._replace, int(layer[1])))
+            router.register_forward_hook(partial(self._replayed_output, int(layer[1])))
         text = model.config.get_text_config()
         self._shape = text.num_hidden_layers, text.num_experts_per_tok
         self._routes: Routes | None = None
@@ -64,17 +64,20 @@ class RouterReplay:
         assert tokens.experts_ids is not None
         layers, top_k = self._shape
         counts = tokens.experts_counts[is_response]
-        wrong = counts[counts % (layers * top_k) != 0].tolist()
-        if wrong:
+        bad_counts = counts[counts % (layers * top_k) != 0].tolist()
+        if bad_counts:
             raise ValueError(
-                f"beside a token there must be the {top_k} experts of all {layers} layers for each of its "
-                f"places, got {wrong[0]} numbers: engine and actor have other models."
+                f"a token must have the {top_k} experts of all {layers} layers for each of its positions, "
+                f"got {bad_counts[0]} numbers: engine and actor have different models. Load the actor's "
+                "model into the engines."
             )
-        places = counts // (layers * top_k)
-        # A token's last place is the position that predicts it, the others are those before.
-        ends = places.cumsum(0)
-        behind = torch.arange(int(places.sum()), device=places.device) - ends.repeat_interleave(places)
-        positions = predictors.repeat_interleave(places) + 1 + behind
+        num_positions = counts // (layers * top_k)
+        # The last of a token's positions predicts it; the others lie before that.
+        ends = num_positions.cumsum(0)
+        offsets = torch.arange(int(num_positions.sum()), device=ends.device) - ends.repeat_interleave(
+            num_positions
+        )
+        positions = predictors.repeat_interleave(num_positions) + 1 + offsets
         expert_ids = torch.zeros(num_tokens, layers, top_k, dtype=torch.uint8, device=positions.device)
         recorded = torch.cat(real_rows(tokens.experts_ids, tokens.experts_counts.sum(-1)))
         expert_ids[positions] = recorded.view(-1, layers, top_k)
@@ -83,25 +86,25 @@ class RouterReplay:
         return Routes(expert_ids, is_known)
 
     def use(self, routes: Routes | None) -> None:
-        """Replay ``routes`` in the forward passes that follow, and where activations are computed again for
-        their gradients; None: the model's own."""
+        """Replay ``routes`` in the forward passes that follow, and when activations are recomputed in the
+        backward pass; None: the model chooses experts."""
         self._routes = routes
         self._is_flipped = None if routes is None else torch.zeros_like(routes.is_known)
 
     @property
     def is_flipped(self) -> Tensor:
-        """bool ``[N]``: tokens that would take another set of experts, in a layer, than those replayed."""
+        """bool ``[N]``: tokens for which the model would have chosen other experts in some layer."""
         assert self._is_flipped is not None
         return self._is_flipped
 
-    def _replace(self, layer: int, router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+    def _replayed_output(self, layer: int, router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         if self._routes is None or self._is_flipped is None:
             return output
-        logits, weights, own = output
+        logits, weights, expert_ids = output
         is_known = self._routes.is_known[:, None]
-        taken = torch.where(is_known, self._routes.expert_ids[:, layer].to(own.dtype), own)
-        self._is_flipped |= (own.sort(-1).values != taken.sort(-1).values).any(-1)
-        probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, taken)
+        replayed = torch.where(is_known, self._routes.expert_ids[:, layer].to(expert_ids.dtype), expert_ids)
+        self._is_flipped |= (expert_ids.sort(-1).values != replayed.sort(-1).values).any(-1)
+        probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, replayed)
         if router.norm_topk_prob:
             probabilities = probabilities / probabilities.sum(-1, keepdim=True)
-        return logits, probabilities.to(weights.dtype), taken
+        return logits, probabilities.to(weights.dtype), replayed

@@ -13,17 +13,17 @@ from verl_rc.tensor_ops import HiddenStateScores, ScoreOptions, scores_from_hidd
 
 @dataclass(frozen=True)
 class PredictedTokens:
-    """Which tokens are scored, and how."""
+    """The tokens to be scored, and how."""
 
     positions: Tensor
-    """int64 ``[K]``: where the hidden states lie that predict them, counted over all rows."""
+    """int64 ``[K]``: positions of the hidden states that predict them, counted over all rows."""
     token_ids: Tensor
     """int64 ``[K]``."""
     options: ScoreOptions
     kept_ids: Tensor | None = None
     """See ``scores_from_hidden_states``."""
     candidate_ids: Tensor | None = None
-    """See there."""
+    """See ``scores_from_hidden_states``."""
 
 
 def add_scoring(
@@ -31,7 +31,7 @@ def add_scoring(
     head_dtype: torch.dtype | None = None,
     score: Callable[..., HiddenStateScores] = scores_from_hidden_states,
 ) -> nn.Module:
-    """The model, whose forward pass returns ``HiddenStateScores`` when it is given ``predicted``.
+    """The model, with a forward pass that returns ``HiddenStateScores`` for an argument ``predicted``.
 
     ``head_dtype`` is the precision of its logits; None: that of its hidden states. ``score`` takes the
     arguments of ``scores_from_hidden_states``.
@@ -46,8 +46,8 @@ def add_scoring(
         if predicted is None:
             return plain_forward(*args, **inputs)
         # PEFT passes arguments that it was not given as None.
-        given = {name: value for name, value in inputs.items() if value is not None}
-        hidden = causal_lm.base_model(*args, **given).last_hidden_state.flatten(0, 1)
+        arguments = {name: value for name, value in inputs.items() if value is not None}
+        hidden = causal_lm.base_model(*args, **arguments).last_hidden_state.flatten(0, 1)
         states = hidden.index_select(0, predicted.positions)
         head, options = causal_lm.get_output_embeddings(), predicted.options
         return score(
@@ -65,10 +65,9 @@ def add_scoring(
 
 
 def _logit_factor(model: Any) -> float:
-    """What the model multiplies the output of its head by.
+    """The constant by which the model multiplies the output of its head.
 
-    Found by a forward pass whose body and head are replaced: it shows what the model does between the two,
-    and after them.
+    A forward pass with a stub for body and head shows what the model does between the two, and after them.
     """
     problem = (
         "a policy's logits must be a constant times a linear layer of its last hidden states, so that "
@@ -77,17 +76,22 @@ def _logit_factor(model: Any) -> float:
     body, head = model.base_model, model.get_output_embeddings()
     if body is model or not isinstance(head, nn.Linear):
         raise ValueError(f"{problem} has the output layer {type(head).__name__}. Train another model.")
-    hidden, logits, seen = torch.arange(6.0).view(1, 2, 3), torch.linspace(-60.0, 60.0, 14).view(1, 2, 7), []
+    hidden, head_output = torch.arange(6.0).view(1, 2, 3), torch.linspace(-60.0, 60.0, 14).view(1, 2, 7)
+    head_inputs = []
 
     def stub_head(states: Tensor) -> Tensor:
-        seen.append(states)
-        return logits.clone()
+        head_inputs.append(states)
+        return head_output.clone()
 
     stub_body = patch.object(body, "forward", lambda *_, **__: _BodyOutput(hidden))
     with stub_body, patch.object(head, "forward", stub_head):
-        found = model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False).logits
-    factor = float(found[0, 0, 0] / logits[0, 0, 0])
-    if len(seen) != 1 or not torch.equal(seen[0], hidden) or not torch.allclose(found, factor * logits):
+        logits = model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False).logits
+    factor = float(logits[0, 0, 0] / head_output[0, 0, 0])
+    if (
+        len(head_inputs) != 1
+        or not torch.equal(head_inputs[0], hidden)
+        or not torch.allclose(logits, factor * head_output)
+    ):
         changes = {
             name: value for name, value in vars(model.config).items() if "logit" in name and value is not None
         }
@@ -98,7 +102,7 @@ def _logit_factor(model: Any) -> float:
 
 
 class _BodyOutput:
-    """Last hidden states; everything else that a model may ask for is None."""
+    """Last hidden states; every other output is None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden

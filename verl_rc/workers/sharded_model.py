@@ -83,22 +83,22 @@ class ShardedModel:
     def in_use(self) -> Iterator[nn.Module]:
         """Weights on the device inside the context.
 
-        After it ``*_offload`` moves them to host memory, and memory that nothing uses is given back: engines
-        and other roles on this GPU are other processes.
+        After it ``*_offload`` moves them to host memory, and unused device memory is released for the
+        engines on this GPU, which are other processes.
         """
         if self._device.type != "cpu" and self._fsdp.param_offload:
             self.module.to(self._device)
         try:
             yield self.module
         finally:
-            self._rest()
+            self._offload()
 
-    def _rest(self) -> None:
+    def _offload(self) -> None:
         if self._device.type == "cpu":
             return
         if self._fsdp.param_offload:
             self.module.to("cpu")
-        # PyTorch keeps what is freed for itself: after an update, several times what the rank holds.
+        # PyTorch caches freed memory: after an update, several times the memory of the rank's tensors.
         torch.cuda.empty_cache()
 
 
@@ -109,7 +109,7 @@ class FrozenModel(ShardedModel):
         """Shard ``module`` over ``mesh``."""
         super().__init__(module, mesh, fsdp)
         module.requires_grad_(False)
-        self._rest()
+        self._offload()
 
 
 class LearningModel(ShardedModel):
@@ -129,12 +129,12 @@ class LearningModel(ShardedModel):
         self._scheduler = build_scheduler(self.optimizer, config.optim, total_steps)
         self._clip_grad = config.optim.clip_grad
         self._writer = BackgroundWriter(self._device.type == "cuda") if config.checkpoint.async_save else None
-        self._rest()
+        self._offload()
 
     @contextmanager
     def in_use(self, with_optimizer: bool = False) -> Iterator[nn.Module]:
-        """See ``ShardedModel``; moments are on the device too where an update needs them
-        (``with_optimizer``): in float32 they take twice the memory of the weights."""
+        """See ``ShardedModel``; ``with_optimizer`` brings AdamW's moments to the device too, which take twice
+        the memory of the weights."""
         if with_optimizer and self._offloads_moments:
             self._move_moments(self._device)
         with super().in_use() as module:
@@ -146,15 +146,15 @@ class LearningModel(ShardedModel):
         self._shards.set_requires_gradient_sync(enabled or not self._whole_gradients)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss, multiplied by the scale that ``step`` divides by."""
+        """Add the gradients of a loss, multiplied by the loss scale; ``step`` divides by it."""
         self._loss_scale.scale(loss).backward()
 
     def step(self) -> OptimizerStep:
-        """Clip and step; a gradient that is not finite is dropped instead."""
+        """Clip the gradient and take an optimizer step; skip it where the gradient is not finite."""
         self._loss_scale.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._clip_grad)
-        # The norm of sharded gradients is a DTensor that holds this rank's part until it is gathered. All
-        # ranks then see one number and drop, or take, the step together.
+        # The norm of sharded gradients is a DTensor with this rank's part of it. Gathered, it is the same on
+        # all ranks, which then skip, or take, the step together.
         step = OptimizerStep(float(gather_full_tensor(norm)), self._loss_scale.value)
         # clip_grad_norm_ has multiplied all gradients by max_norm / norm: a norm of NaN has made all of them
         # NaN.
@@ -166,8 +166,8 @@ class LearningModel(ShardedModel):
         return step
 
     def _cosine_with_past(self) -> float | None:
-        """Of the whole gradient and AdamW's first moment, a mean of those before; collective. None: there is
-        none yet, or it is 0."""
+        """Cosine of the full gradient and AdamW's first moment, a mean of past gradients; collective. None
+        where one of them is missing or 0."""
         states = self.optimizer.state
         pairs = [
             (weight.grad, states[weight]["exp_avg"])
@@ -183,9 +183,9 @@ class LearningModel(ShardedModel):
         return rate
 
     def save(self, folder: Path) -> None:
-        """Write shards, moments, schedule and scale of the loss below ``folder``; collective. With
-        ``async_save`` they are only copied now."""
-        # Frozen weights are those of the base model: only what is trained is written.
+        """Write shards, moments, schedule and loss scale below ``folder``; collective. With ``async_save``
+        they are copied now and written in the background."""
+        # Frozen weights are those of the base model and are not written.
         adapters_only = any(not parameter.requires_grad for parameter in self.module.parameters())
         with self.in_use(with_optimizer=True):
             extra = {"schedule": schedule_state(self._scheduler), "loss_scale": self._loss_scale.state_dict()}
@@ -196,22 +196,22 @@ class LearningModel(ShardedModel):
                 self._writer.start(folder, shards)
 
     def has_saved(self, wait: bool) -> bool:
-        """Whether what was saved last is written; ``wait`` until it is. Raises ``CheckpointError`` when it
-        cannot be."""
+        """Whether the last save is on disk; ``wait`` until it is. Raises ``CheckpointError`` when it cannot
+        be written."""
         return self._writer is None or self._writer.is_finished(wait)
 
     def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote, with any number of ranks; collective. Raises ``CheckpointError`` when
-        it does not fit."""
+        """Restore a ``save`` by any number of ranks; collective. Raises ``CheckpointError`` when it does not
+        fit."""
         with self.in_use(with_optimizer=True):
             extra = load_shards(folder, self.module, self.optimizer)
         resume_schedule(self._scheduler, extra["schedule"])
         self._loss_scale.resume(extra.get("loss_scale", {}))
 
-    def _rest(self) -> None:
+    def _offload(self) -> None:
         if self._offloads_moments:
             self._move_moments(torch.device("cpu"))
-        super()._rest()
+        super()._offload()
 
     @property
     def _offloads_moments(self) -> bool:

@@ -18,13 +18,13 @@ class TrainerRank:
     """The workers of all roles on one rank: they share the imports, the process group and, on a GPU, CUDA's
     context.
 
-    Each role has a separate random generator: what one draws (dropout, adapters) does not change the numbers
-    of another, and a checkpoint holds the generator's state of each.
+    Each role has a separate random state: dropout and adapters of one role do not change the random numbers
+    of another.
     """
 
     def __init__(self, workers: Mapping[str, str], config: RunConfig, **arguments: Any) -> None:
-        """Build the worker of every role, given as ``module:Class``, with these ``arguments``; collective, in
-        this order."""
+        """Build the worker of every role (``module:Class`` by role) with ``arguments``; collective, in
+        order."""
         self._workers: dict[str, Any] = {}
         torch.manual_seed(config.trainer.seed)
         self._random = dict.fromkeys(workers, get_random_state())
@@ -33,7 +33,7 @@ class TrainerRank:
                 self._workers[role] = construct(worker, {"config": config, **arguments})
 
     def call(self, role: str, method: str, *arguments: Any) -> Any:
-        """Call a method of the role's worker, which gets the records among ``arguments`` padded."""
+        """Call a method of the role's worker; records among ``arguments`` are padded for it."""
         padded = [argument.padded() if isinstance(argument, Ragged) else argument for argument in arguments]
         with self._random_numbers_of(role):
             return getattr(self._workers[role], method)(*padded)
@@ -41,7 +41,7 @@ class TrainerRank:
     def score(
         self, role: str, method: str, tokens: Ragged[TokenBatch], micro_batches: Sequence[Sequence[int]]
     ) -> list[Column]:
-        """Call a method that returns ``[B, R, …]`` tensors; returns the values of response tokens."""
+        """Call a method that returns tensors ``[B, R, …]``; returns their values at response tokens."""
         batch = tokens.padded()
         results = self.call(role, method, batch, micro_batches)
         lengths = batch.response_lengths

@@ -11,7 +11,7 @@ from verl_rc.weight_sync.proof import LogProbGap
 
 @dataclass(frozen=True)
 class UpdateRequest:
-    """What is requested of all ranks of the actor alike in the updates of a step."""
+    """What all ranks of the actor are to do in the updates of a step."""
 
     correction: RolloutCorrectionConfig
     """Rollout correction with the current threshold."""
@@ -20,7 +20,10 @@ class UpdateRequest:
     gap_limit: float | None = None
     """Bypass mode: the largest mean that ``ActorReport.gap`` may have, nats; None: no limit."""
     measures_survival: bool = False
-    """Measure what the engines' rounding leaves of the step's updates."""
+    """Measure the share of the step's updates that survives the engines' rounding."""
+    compares_proximal: bool = False
+    """Compare interpolated log-probs of the proximal policy with ``TrainBatch.proximal_log_probs``, which
+    this step has recomputed for it."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class UpdateReport:
 class ActorReport(UpdateReport):
     """One rank's report on the actor's updates of a step."""
 
-    kept_tokens: list[int]
+    loss_tokens: list[int]
     """Tokens that entered the loss of each mini-batch, over all ranks; 0: it was skipped."""
     correction: CorrectionStatistics | None = None
     """Where the actor corrects: rollout correction over all mini-batches and ranks."""

@@ -76,7 +76,8 @@ def corrected_losses(
     for rows in (slice(0, 2), slice(2, None)):
         current = log_probs[rows].detach().requires_grad_()
         part = correction.correct(cast(TrainBatch, batch[rows]), current)
-        policy_objective(TokenScores(current, None), part, ACTOR, config, totals).loss.backward()
+        scores = TokenScores(current, torch.zeros_like(current))
+        policy_objective(scores, part, ACTOR, config, totals).loss.backward()
         assert current.grad is not None
 
 
@@ -87,7 +88,7 @@ def test_the_actor_reads_its_statistics_and_its_counts_once_a_mini_batch(case: d
     with HostReads() as reads:
         corrected_losses(batch, log_probs, config, correction)
         assert set(reads.places) == {LENGTHS}
-        correction.finish()
+        correction.end_mini_batch()
     assert Counter(reads.places) == {LENGTHS: 2, NUMBERS: 1, COUNTS: 1}
 
 
@@ -99,4 +100,4 @@ def test_micro_batches_are_corrected_without_a_wait_for_the_device(case: dict[st
         correction = ActorCorrection(UpdateRequest(config, 0), 1, cast(DeviceMesh, OneRank()))
         corrected_losses(batch, log_probs, config, correction)
         with pytest.raises(DataDependentOutputException):
-            correction.finish()  # the announced copy
+            correction.end_mini_batch()  # the announced copy

@@ -14,9 +14,9 @@ from verl_rc.data.dataset import (
     PromptStream,
     build_train_loader,
     build_validation_rows,
-    chosen_rows,
     describe_lengths,
     evenly_spread,
+    select_rows,
 )
 from verl_rc.data.tokenize import load_tokenizer
 
@@ -67,7 +67,7 @@ def test_a_row_is_found_by_its_index_in_the_files(ten_rows, tokenizer):
     dataset = PromptDataset([ten_rows], tokenizer, options(shuffle=False), 4)
     rows = [dataset[place].row_index for place in range(4)]
     assert [dataset.row(row).row_index for row in rows] == rows
-    with pytest.raises(ValueError, match=r"row 10 of data\.train_files, which the chosen rows do not have"):
+    with pytest.raises(ValueError, match=r"row 10 of data\.train_files, .* is not selected now"):
         dataset.row(10)
 
 
@@ -113,13 +113,13 @@ def test_filter_leaves_long_prompts_out_and_keeps_row_numbers(write_parquet, rec
 
 
 def test_row_choice():
-    assert list(chosen_rows(4, -1, None)) == [0, 1, 2, 3]
-    assert list(chosen_rows(4, 9, 1)) == [0, 1, 2, 3]
-    assert list(chosen_rows(4, 2, None)) == [0, 1]
-    chosen = [tuple(chosen_rows(100, 5, seed)) for seed in range(20)]
+    assert list(select_rows(4, -1, None)) == [0, 1, 2, 3]
+    assert list(select_rows(4, 9, 1)) == [0, 1, 2, 3]
+    assert list(select_rows(4, 2, None)) == [0, 1]
+    chosen = [tuple(select_rows(100, 5, seed)) for seed in range(20)]
     assert all(list(rows) == sorted(set(rows)) and len(rows) == 5 and rows[-1] < 100 for rows in chosen)
     assert len(set(chosen)) == 20
-    assert chosen[3] == tuple(chosen_rows(100, 5, 3))
+    assert chosen[3] == tuple(select_rows(100, 5, 3))
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_damaged_parquet_is_named(write_parquet):
     ):
         RecordFile(path, ["prompt"])
     pq.write_table(pa.table({"prompt": pa.array([b"fine", b"\xff"]).view(pa.string())}), path)
-    with pytest.raises(ValueError, match=r"columns of .*data.parquet must be readable, but are not: .*UTF8"):
+    with pytest.raises(ValueError, match=r"columns of .*data.parquet must be readable, got .*UTF8"):
         RecordFile(path, ["prompt"])
 
 
@@ -145,7 +145,7 @@ def test_a_null_where_a_value_must_be_is_named(write_parquet):
     with pytest.raises(
         ValueError, match=r"column 'a' must hold a value in every row, but row 1 of .* has none"
     ):
-        file.check_given("a")
+        file.check_not_null("a")
 
 
 SOURCE = """

@@ -158,8 +158,8 @@ def test_everything_behind_the_end_token_belongs_to_the_answer(tokenizer_folder,
     ("template", "message"),
     [
         ("{{ messages[-1]['content'] }}", "must end an assistant's turn with the EOS token"),
-        ("{{ messages|length }}<|im_end|>{{ messages[-1]['content'] }}", "behind the turns before it"),
-        ("{% for m in messages[:2] %}{{ m['content'] }}<|im_end|>{% endfor %}", "behind the turns before it"),
+        ("{{ messages|length }}<|im_end|>{{ messages[-1]['content'] }}", "after the turns before it"),
+        ("{% for m in messages[:2] %}{{ m['content'] }}<|im_end|>{% endfor %}", "after the turns before it"),
     ],
 )
 def test_templates_that_tools_cannot_use_are_refused(template, message, tokenizer_folder, tmp_path):
@@ -217,6 +217,6 @@ def test_a_template_that_does_not_continue_its_prompt_is_refused(write_parquet, 
     )
     path, broken = write_parquet([conversation("1", "2")]), load_tokenizer(str(folder))
     with pytest.raises(
-        ValueError, match=r"followed by the answer, but in row 0 .*the prompt is '11=' and the whole '21'"
+        ValueError, match=r"followed by the answer, but in row 0 .*'11=' and the conversation '21'"
     ):
         read_worked_examples([path], "messages", broken, 32)

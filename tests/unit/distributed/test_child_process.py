@@ -56,7 +56,7 @@ def test_garbage_collection_leaves_alone_what_was_imported_and_goes_on() -> None
     with child() as process:
         is_on, left_alone = process.call("garbage_collection")
     assert is_on
-    assert left_alone > 100_000  # of torch
+    assert left_alone > 1_000  # 0 if none were left alone
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,6 @@ def test_the_interface_of_an_address() -> None:
 def test_an_address_that_no_interface_carries() -> None:
     with pytest.raises(
         ValueError,
-        match=r"no network interface of this node has the address 203\.0\.113\.9.* Set GLOO_SOCKET",
+        match=r"got the address 203\.0\.113\.9.* Set GLOO_SOCKET",
     ):
         interface_of("203.0.113.9")

@@ -146,13 +146,13 @@ def nothing_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def given_back_when_offloaded_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks give back what they freed when they offload something, as they did."""
-    rest = ShardedModel._rest
+    offload = ShardedModel._offload
 
     def old(model: ShardedModel) -> None:
         if model._fsdp.param_offload or model._fsdp.optimizer_offload:
-            rest(model)
+            offload(model)
 
-    monkeypatch.setattr(ShardedModel, "_rest", old)
+    monkeypatch.setattr(ShardedModel, "_offload", old)
 
 
 def engines_stay_awake(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,7 +274,7 @@ def test_correcting_a_full_record_again_gives_the_metrics_of_the_step(tmp_path: 
     }
     for row in range(ROWS):
         for name, values in padded.items():
-            values[row, : record.lengths[row]] = record.tokens[name][record.of_row(row)]
+            values[row, : record.lengths[row]] = record.tokens[name][record.span(row)]
     tensors = [torch.from_numpy(values) for values in padded.values()]
     fields = {**record.facts["correction"], "diagnostics": "core"}
     again = compute_rollout_correction(*tensors, fields).metrics()
@@ -301,12 +301,12 @@ def test_a_turn_has_its_reward_and_its_wait_at_its_last_token(tmp_path: Path) ->
     rollouts.response_mask = mask
     samples = dataclasses.replace(samples, rollouts=rollouts, episodes=episodes)
     record = recorded(tmp_path, config_of(CORRECTION), samples)
-    first = record.of_row(0)
+    first = record.span(0)
     last = int(record.lengths[0]) - 5
     assert record.tokens["turn_reward"][first].tolist() == [0, 0.5, 0, 0, *[0.0] * last, 2.0]
     assert record.tokens["turn_wait"][first].tolist() == [0, 1.5, 0, 0, *[0.0] * last, 0.0]
     for row in range(1, ROWS):
-        rewards, waits = (record.tokens[name][record.of_row(row)] for name in ("turn_reward", "turn_wait"))
+        rewards, waits = (record.tokens[name][record.span(row)] for name in ("turn_reward", "turn_wait"))
         assert rewards.tolist() == ([*[0.0] * (len(rewards) - 1), -float(row)] if len(rewards) else [])
         assert not len(waits) or waits[-1] == row / 2
 

@@ -116,7 +116,8 @@ def test_bypass_mode_chooses_reinforce_where_it_is_asked_for() -> None:
     actor = small_run_config(Path("unused")).actor_rollout_ref.actor
     totals = Aggregation("token-sum")
     config = correction(bypass_mode=True, loss_type="reinforce")
-    loss = policy_objective(TokenScores(log_probs, None), batch, actor, config, totals).loss
+    scores = TokenScores(log_probs, torch.zeros_like(log_probs))
+    loss = policy_objective(scores, batch, actor, config, totals).loss
     assert batch.rollout_is_weights is not None
     expected = -(batch.advantages * log_probs * batch.rollout_is_weights)[batch.loss_mask].double().sum()
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
@@ -309,7 +310,8 @@ def test_golden_loss_gradient_and_keep_mask(case: dict[str, Any]) -> None:
     num_tokens, num_sequences = loss_counts(corrected).tolist()
     totals = Aggregation(case["loss_agg_mode"], num_tokens=num_tokens, num_sequences=num_sequences)
     actor = small_run_config(Path("unused")).actor_rollout_ref.actor
-    objective = policy_objective(TokenScores(log_probs, None), corrected, actor, config, totals)
+    scores = TokenScores(log_probs, torch.zeros_like(log_probs))
+    objective = policy_objective(scores, corrected, actor, config, totals)
     objective.loss.backward()
     expected = case["expected"]
     assert float(objective.loss) == pytest.approx(expected["loss"], rel=1e-5, abs=1e-7)

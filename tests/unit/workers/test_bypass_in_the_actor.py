@@ -33,7 +33,8 @@ class TablePolicy(PolicyWorker):
 
     def score(self, part: TrainBatch, with_sum_pi_squared: bool = False) -> TokenScores:
         self.asked_for_squares.append(with_sum_pi_squared)
-        return TokenScores(self.table[part.tokens.prompts[:, 0]], None)
+        log_probs = self.table[part.tokens.prompts[:, 0]]
+        return TokenScores(log_probs, torch.zeros_like(log_probs))
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +67,11 @@ def test_golden_gradient_and_metrics(
     correction = ActorCorrection(UpdateRequest(worker._correction, 0), 1, worker._mesh)
     counted = batch.response_mask.sum(-1)
     share = MiniBatchShare(micro_batches, int(counted.sum()), int((counted > 0).sum()), int(counted.sum()))
-    kept = worker.accumulate(batch, share, ObjectiveTotals("actor"), correction)
+    worker.accumulate(batch, share, ObjectiveTotals("actor"), correction)
     torch.testing.assert_close(worker.table.grad, torch.tensor(expected["grad"]), rtol=1e-5, atol=1e-7)
-    assert kept == int((torch.tensor(expected["keep_mask"]).bool() & batch.response_mask).sum())
+    assert correction.end_mini_batch() == int(
+        (torch.tensor(expected["keep_mask"]).bool() & batch.response_mask).sum()
+    )
     metrics = with_verl_names(correction.statistics().metrics(worker._correction), worker._correction)
     for name, value in expected["metrics"].items():
         if name.startswith("rollout_corr/"):
@@ -153,7 +156,7 @@ def test_signatures_are_those_of_the_first_mini_batch(worker: TablePolicy, parts
             part = cast(TrainBatch, batch[rows])
             correction.measure_first_signatures(part, current)
             correction.correct(part, current.log_probs)
-        correction.finish()
+        correction.end_mini_batch()
     decoupled = compute_rollout_correction(
         table,
         batch.rollout_log_probs,
@@ -215,7 +218,7 @@ def test_tokens_that_the_driver_left_out_have_no_gradient_and_are_not_counted(
         share = MiniBatchShare([[0, 1, 2], [3, 4, 5]], int(counted.sum()), 6, int(batch.loss_mask.sum()))
         report = worker.update(batch, [share], UpdateRequest(worker._correction, 0))
         gradients.append(worker.table.grad)
-        counts.append((report.kept_tokens, int(batch.loss_mask.sum())))
+        counts.append((report.loss_tokens, int(batch.loss_mask.sum())))
     assert [kept for kept, _ in counts] == [[expected] for _, expected in counts]
     assert gradients[1][0].abs().max() == 0
     growth = counts[0][1] / counts[1][1] if denominator == "kept" else 1.0
@@ -230,7 +233,7 @@ def test_a_mini_batch_of_which_nothing_is_kept_is_skipped(worker: TablePolicy) -
     counted = batch.response_mask.sum(-1)
     share = MiniBatchShare([[0, 1, 2, 3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
     report = worker.update(batch, [share], UpdateRequest(worker._correction, 0))
-    assert report.kept_tokens == [0]
+    assert report.loss_tokens == [0]
     assert {metric.name: metric.value for metric in report.metrics}["rollout_corr/skipped_updates"] == 1
 
 
@@ -247,7 +250,8 @@ def test_the_proximal_policy_is_interpolated_by_the_updates_of_the_step(worker: 
     batch.scores, batch.proximal_log_probs = torch.zeros(rows), batch.rollout_log_probs + 0.25
     counted = batch.response_mask.sum(-1)
     share = MiniBatchShare([list(range(rows))], int(counted.sum()), rows, int(counted.sum()))
-    report = worker.update(batch, [share, share], UpdateRequest(worker._correction, 7))
+    request = UpdateRequest(worker._correction, 7, compares_proximal=True)
+    report = worker.update(batch, [share, share], request)
     gaps = []
     for row, column in batch.response_mask.nonzero().tolist():
         current, rollout = CASES[0]["log_probs"][row][column], CASES[0]["rollout_log_probs"][row][column]
@@ -255,7 +259,7 @@ def test_the_proximal_policy_is_interpolated_by_the_updates_of_the_step(worker: 
             gaps.append(abs(rollout + part * (current - rollout) - (rollout + 0.25)))
     found = reduce_metrics(report.metrics)
     assert found["actor/proximal_interpolation_gap"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-5)
-    batch.proximal_log_probs = None  # most steps have nothing to compare with
+    batch.proximal_log_probs = None  # most steps recompute nothing
     assert "actor/proximal_interpolation_gap" not in {
         metric.name for metric in worker.update(batch, [share], UpdateRequest(worker._correction, 7)).metrics
     }

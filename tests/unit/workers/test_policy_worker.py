@@ -129,7 +129,7 @@ def test_a_wholly_rejected_mini_batch_skips_the_step(worker: PolicyWorker) -> No
     records = {record.name: record.value for record in report.metrics}
     after = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()])  # type: ignore[attr-defined]
     assert torch.equal(before, after)
-    assert report.kept_tokens == [0]
+    assert report.loss_tokens == [0]
     assert records["rollout_corr/skipped_updates"] == 1
 
 

@@ -24,7 +24,9 @@ def worker(folder: Path, **fields: object) -> RewardModelWorker:
     )
 
 
-def test_scores_are_the_models_logits_whatever_the_batch(folder: Path) -> None:
+@pytest.mark.parametrize("has_padding", [True, False])
+def test_scores_are_the_models_logits_whatever_the_batch(tmp_path: Path, has_padding: bool) -> None:
+    folder = write_reward_model(tmp_path, has_padding=has_padding)
     texts = [("21", "12"), ("4071835926", "0123456789"), ("3", ""), ("5", "x")]
     conversations = [conversation(question, answer) for question, answer in texts]
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
@@ -76,12 +78,11 @@ def test_precision_device_and_code_of_its_own_are_as_asked_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert worker(folder, dtype="bfloat16")._model.dtype == torch.bfloat16
-    asked: list[object] = []
-    monkeypatch.setattr(reward_model_worker, "load_tokenizer", lambda path, trust: asked.append(trust))
+    arguments: list[object] = []
+    monkeypatch.setattr(reward_model_worker, "load_tokenizer", lambda path, trust: arguments.append(trust))
     monkeypatch.setattr(
-        reward_model_worker, "trainer_device", lambda kind: asked.append(kind) or torch.device("cpu")
+        reward_model_worker, "trainer_device", lambda kind: arguments.append(kind) or torch.device("cpu")
     )
-    for given in ({}, {"trust_remote_code": True, "n_gpus_per_node": 1}):
-        with pytest.raises(AttributeError):  # of the tokenizer, which is None here
-            worker(folder, **given)
-    assert asked == [False, "cpu", True, "cuda"]
+    worker(folder)
+    worker(folder, trust_remote_code=True, n_gpus_per_node=1)
+    assert arguments == [False, "cpu", True, "cuda"]

@@ -196,9 +196,9 @@ def test_ranks_that_share_tokens_share_their_experts(folder: str) -> None:
     given = [torch.randint(0, EXPERTS, (length, LAYERS, TOP_K)) for length in (13, 12)]
     full, packed = with_experts(tokens, given), PackedSequences.from_tokens(tokens)
     replay, group = RouterReplay(model), cast("dist.ProcessGroup", None)
-    whole = packed.routes(full, ForwardOptions(replay=replay))
+    whole = packed.routes(full, ForwardOptions(), replay)
     parts = [
-        packed.routes(full, ForwardOptions(ranks=SequenceParallel(group, rank, 3), replay=replay))
+        packed.routes(full, ForwardOptions(ranks=SequenceParallel(group, rank, 3)), replay)
         for rank in range(3)
     ]
     assert [len(part.is_known) for part in parts] == [9, 9, 9]

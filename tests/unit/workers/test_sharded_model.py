@@ -119,7 +119,7 @@ def test_what_is_freed_is_given_back_after_every_use(
     """Engines and other roles on the same GPU are other processes; the device is a CPU that is taken for a
     GPU."""
     given_back: list[str] = []
-    monkeypatch.setattr(ShardedModel, "_rest", lambda model: given_back.append("loaded"))
+    monkeypatch.setattr(ShardedModel, "_offload", lambda model: given_back.append("loaded"))
     worker = PolicyWorker(
         small_run_config(model_folder), RankAddress(0, 1, "127.0.0.1", free_port()), total_steps=10
     )

@@ -106,7 +106,7 @@ def recorded_rows(record: TokenRecord, most_rows: int) -> RecordedRows:
     prompts, prompt_lengths = left_padded([record.prompts[row].tolist() for row in order], pad_token_id=0)
 
     def padded(name: str, kind: torch.dtype) -> Tensor:
-        rows = [torch.tensor(record.tokens[name][record.of_row(row)], dtype=kind) for row in order]
+        rows = [torch.tensor(record.tokens[name][record.span(row)], dtype=kind) for row in order]
         return pad_sequence(rows, batch_first=True)
 
     rollout, mask = padded("rollout_log_prob", torch.float32), padded("response_mask", torch.bool)

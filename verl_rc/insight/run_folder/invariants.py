@@ -93,7 +93,7 @@ def _equal_ids(record: TokenRecord) -> Broken | None:
     sums = np.max([np.bincount(row_numbers, values, count) for values in sampled], axis=0)
     rows_by_ids: dict[bytes, dict[int, float]] = {}
     for index in range(count):
-        rows = rows_by_ids.setdefault(ids[record.of_row(index)].tobytes(), {})
+        rows = rows_by_ids.setdefault(ids[record.span(index)].tobytes(), {})
         rows[int(record.rows["row"][index])] = float(sums[index])  # a row that was recorded twice is one
     likely = math.log(BOUNDS.chance / max(count * (count - 1) / 2, 1.0))
     groups = (sorted(rows)[1:] for rows in rows_by_ids.values() if max(rows.values()) < likely)

@@ -129,7 +129,7 @@ def _rows(source: TokenSource, keys: Sequence[tuple[int, int]]) -> list[TokenRow
         squares, ages = _squares(record), record.ages()
         tokens = record.tokens if ages is None else {**record.tokens, "age": ages}
         for index in (index for step_of_row, index in keys if step_of_row == step):
-            place = record.of_row(index)
+            place = record.span(index)
             rows[step, index] = TokenRow(
                 record.step,
                 record.facts,

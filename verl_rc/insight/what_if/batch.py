@@ -127,7 +127,7 @@ def _joined(records: Sequence[TokenRecord]) -> RecordedBatch:
     }
 
     def padded(name: str, kind: torch.dtype) -> Tensor:
-        values = [columns[record.step][name][record.of_row(index)] for record, index in rows]
+        values = [columns[record.step][name][record.span(index)] for record, index in rows]
         return pad_sequence([torch.tensor(row, dtype=kind) for row in values], batch_first=True)
 
     if has_gradients:

@@ -92,7 +92,7 @@ def test_no_number_of_the_run_changes(model: str, tmp_path: Path, settings: dict
 def log_softmax(network: Any, record: TokenRecord, row: int) -> torch.Tensor:
     """Of the distribution of each response token, float64 ``[R, V]``."""
     assert record.prompts is not None
-    prompt, response = record.prompts[row], record.tokens["response_ids"][record.of_row(row)]
+    prompt, response = record.prompts[row], record.tokens["response_ids"][record.span(row)]
     with torch.no_grad():
         logits = network(torch.tensor([[*prompt.tolist(), *response.tolist()]])).logits
     return logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
@@ -104,7 +104,7 @@ def test_the_records_are_those_of_the_model(model: str, tmp_path: Path) -> None:
     network = trl_runs.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     assert record.prompts is not None
     for row in range(len(record.prompts)):
-        place = record.of_row(row)
+        place = record.span(row)
         response, logs = record.tokens["response_ids"][place], log_softmax(network, record, row)
         expected = {
             "old_log_prob": logs[range(len(response)), response.tolist()],
@@ -171,7 +171,7 @@ def test_two_turns_with_the_answer_of_a_tool_between_them(
     network = trl_runs.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     answer = tokenizer("sunny=")["input_ids"]
     for row in range(16):
-        place = record.of_row(row)
+        place = record.span(row)
         ids, sampled = record.tokens["response_ids"][place], record.tokens["response_mask"][place]
         assert ids[~sampled].tolist() == answer
         changes = np.flatnonzero(np.diff(sampled.astype(int)))

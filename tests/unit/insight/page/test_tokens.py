@@ -53,7 +53,7 @@ def test_every_number_of_a_row_is_the_records(tmp_path: Path) -> None:
     by_row = {row["row"]: row for row in data["rows"]}
     assert by_row.keys() == {0, 2, 4}
     for index in range(3):
-        place, row = record.of_row(index), by_row[2 * index]
+        place, row = record.span(index), by_row[2 * index]
         assert unpacked(row["rollout"], "<f4") == record.tokens["rollout_log_prob"][place].tolist()
         assert unpacked(row["train"], "<f4") == record.tokens["old_log_prob"][place].tolist()
         assert unpacked(row["entropy"], "<f2") == record.tokens["entropy"][place].tolist()

@@ -62,9 +62,7 @@ def in_tensors(record: TokenRecord) -> CorrectionStatistics:
     def padded(values: Any) -> torch.Tensor:
         flat = torch.full((len(record.lengths), width), torch.nan, dtype=torch.float64)
         for index in range(len(record.lengths)):
-            flat[index, : record.lengths[index]] = torch.tensor(
-                values[record.of_row(index)].astype("float64")
-            )
+            flat[index, : record.lengths[index]] = torch.tensor(values[record.span(index)].astype("float64"))
         return flat
 
     facts: dict[str, Any] = {
@@ -113,8 +111,8 @@ def test_rows_that_were_not_drawn_at_random_do_not_count() -> None:
     worst = record.rows | {"chosen_by": np.array(["worst"] + ["random"] * 11, dtype=object)}
     tokens = ComparedTokens.from_record(TokenRecord(record.facts, worst, record.lengths, record.tokens))
     assert tokens is not None
-    assert not tokens.is_compared[record.of_row(0)].any()
-    assert tokens.is_compared[record.of_row(1)].any()
+    assert not tokens.is_compared[record.span(0)].any()
+    assert tokens.is_compared[record.span(1)].any()
 
 
 def test_the_interval_of_logit_noise_holds_what_it_is_and_entropies_narrow_it() -> None:

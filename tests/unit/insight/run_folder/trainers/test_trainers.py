@@ -34,7 +34,7 @@ def as_rows(record: TokenRecord) -> list[dict[str, Any]]:
     assert record.prompts is not None
     rows = []
     for index in range(len(record.lengths)):
-        place = record.of_row(index)
+        place = record.span(index)
         rows.append({name: values[place].tolist() for name, values in record.tokens.items()})
         rows[-1] |= {"prompt_ids": record.prompts[index].tolist()}
         rows[-1] |= {name: values[index] for name, values in record.rows.items()}
