@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from verl_rc.config.rollout_correction import CorrectionSettings, WeightSettings
 from verl_rc.correction.histogram import pareto_k, percentiles
-from verl_rc.correction.totals import Gap, RuleTotals, Totals, WeightSums
+from verl_rc.correction.totals import RuleTotals, Totals, WeightSums
 from verl_rc.metrics.log_ratio_bins import BINS_PER_SIDE, bin_value
 from verl_rc.metrics.mergeable import Extremes, Moments
 from verl_rc.metrics.signatures import signature_metrics
@@ -150,31 +150,20 @@ def misalignment_z(excess: Moments[float]) -> float | None:
 
 
 def _metrics_by_group(totals: Totals[float]) -> dict[str, float]:
-    """Metrics by age and by turn; by turn only where some sequence has several."""
+    """Metrics by age and by turn, of groups with tokens; by turn only where some sequence has several."""
     metrics = dict[str, float]()
-    has_turns = "turn_1" in totals.groups and totals.groups["turn_1"].tokens > 0
+    has_turns = "turn_1" in totals.groups and totals.groups["turn_1"]["kl"].count > 0
     for name, gap in totals.groups.items():
-        if gap.tokens and (has_turns or not name.startswith("turn")):
-            metrics |= _group_metrics(name, gap, totals)
+        if gap["kl"].count and (has_turns or not name.startswith("turn")):
+            metrics[f"{name}_token_fraction"] = gap["kl"].count / totals.means["kl"].count
+            metrics |= {f"{name}_{kind}": mean.value for kind, mean in gap.items()}
+            if (weights := totals.weights.get(name)) is not None:
+                metrics[f"{name}_rollout_is_mean"] = weights.mean
+                metrics[f"{name}_rollout_is_max"] = weights.extremes.largest
+                metrics[f"{name}_rollout_is_ess"] = weights.effective_sample_size
     for name, products in totals.weights.items():
         if has_turns and name.startswith("turns") and products.excess.count:
             metrics[f"ess_{name}"] = products.effective_sample_size
-    return metrics
-
-
-def _group_metrics(name: str, gap: Gap[float], totals: Totals[float]) -> dict[str, float]:
-    """A group's share of all tokens, its gap, and the weights applied to it."""
-    metrics = {
-        f"{name}_token_fraction": gap.tokens / totals.means["kl"].count,
-        f"{name}_kl": -gap.log_ratio / gap.tokens,
-        f"{name}_k3_kl": gap.k3 / gap.tokens,
-    }
-    if (weights := totals.weights.get(name)) is not None:
-        metrics |= {
-            f"{name}_rollout_is_mean": weights.mean,
-            f"{name}_rollout_is_max": weights.extremes.largest,
-            f"{name}_rollout_is_ess": weights.effective_sample_size,
-        }
     return metrics
 
 
