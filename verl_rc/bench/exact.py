@@ -19,13 +19,7 @@ from verl_rc.advantage import compute_advantages
 from verl_rc.bench.method import Method
 from verl_rc.bench.policies import Problem, Responses, make_problem
 from verl_rc.config.algorithms import POLICY_LOSSES
-from verl_rc.correction import (
-    CorrectionStatistics,
-    SequenceContext,
-    apply,
-    compute_rollout_correction,
-    measure,
-)
+from verl_rc.correction import CorrectionStatistics, SequenceContext, correct_sequences, measure
 from verl_rc.losses import (
     Aggregation,
     MiniBatchStatistics,
@@ -237,13 +231,15 @@ def _loss_inputs(method: Method, rows: Rows, train: Tensor, known: Known) -> Pol
     """The inputs of the loss, as the actor makes them."""
     config = method.correction.model_copy(update={"diagnostics": "core"})
     mask = rows.responses.mask
-    if known.correction is None:
-        result = compute_rollout_correction(train, rows.rollout_log_probs, mask, config, rows.advantages)
-        weights, keep = result.weights, result.keep_mask
-    else:
-        weights, keep = apply(train, rows.rollout_log_probs, mask, config, known.correction, rows.advantages)
-    if not config.applies_weights:
-        weights = None
+    result = correct_sequences(
+        train,
+        rows.rollout_log_probs,
+        mask,
+        config,
+        SequenceContext(advantages=rows.advantages),
+        known.correction,
+    )
+    weights, keep = result.weights if config.applies_weights else None, result.keep_mask
     if method.weight is not None:
         weights = method.weight(
             train_log_probs=train,

@@ -4,10 +4,9 @@ Pure."""
 from verl_rc.correction.correct import (
     CorrectionResult,
     NonFiniteLogProbError,
-    apply,
     compute_rollout_correction,
+    correct_sequences,
     measure,
-    measure_and_apply,
     require_finite,
 )
 from verl_rc.correction.metrics import Numbers, acceptance, bound_for_acceptance
@@ -22,11 +21,10 @@ __all__ = [
     "Numbers",
     "SequenceContext",
     "acceptance",
-    "apply",
     "bound_for_acceptance",
     "compute_rollout_correction",
+    "correct_sequences",
     "interpolate_proximal",
     "measure",
-    "measure_and_apply",
     "require_finite",
 ]

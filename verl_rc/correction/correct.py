@@ -1,18 +1,27 @@
-"""THE PAGE of rollout correction: ``measure`` the statistics of some sequences, ``apply`` weights and
-rejection to them, or do both in one pass over their log-ratios."""
+"""THE PAGE of rollout correction: from log-probs to weights, keep mask and statistics, chunk by chunk."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig, WeightSettings
-from verl_rc.correction.decide import SequenceDecisions, TokenDecisions, decide
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig, WeightSettings
+from verl_rc.correction.histogram import log_ratio_histogram
+from verl_rc.correction.log_ratio import LogRatio
 from verl_rc.correction.metrics import SMALLEST_NORMALISER
-from verl_rc.correction.sequences import LogProbs, SequenceContext, newest_version
-from verl_rc.correction.statistics import CorrectionStatistics, Measured, measure_sequences, measure_tokens
+from verl_rc.correction.rejection import reject_sequences, reject_tokens
+from verl_rc.correction.sequences import (
+    LogProbs,
+    SequenceChunk,
+    SequenceContext,
+    newest_version,
+    sequence_chunks,
+)
+from verl_rc.correction.statistics import CorrectionStatistics, measure_sequences, measure_tokens
+from verl_rc.correction.totals import TokenSums, join_sequences
+from verl_rc.correction.weights import importance_weights
+from verl_rc.metrics.log_ratio_bins import NUM_BINS
 from verl_rc.tensor_ops.masked import group_numbers
 
 
@@ -92,14 +101,14 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
     context.check(train_log_probs.shape)
     if policy_versions is not None and current_version is None:
         context = replace(context, current_version=newest_version(policy_versions, response_mask))
-    result = measure_and_apply(train_log_probs, rollout_log_probs, response_mask, config, context)
+    result = correct_sequences(train_log_probs, rollout_log_probs, response_mask, config, context)
     if config.nonfinite_logprob == "raise":
         require_finite(result.statistics.nonfinite_fraction, config)
     return result
 
 
 @torch.no_grad()
-def measure_and_apply(
+def correct_sequences(
     train_log_probs: Tensor,
     rollout_log_probs: Tensor,
     response_mask: Tensor,
@@ -107,22 +116,45 @@ def measure_and_apply(
     context: SequenceContext,
     batch: CorrectionStatistics | None = None,
 ) -> CorrectionResult:
-    """``measure`` and ``apply`` in one pass; nothing is raised for log-probs that are not finite.
+    """Correct some sequences of a batch; nothing is raised for log-probs that are not finite.
 
-    ``batch``: statistics of the whole batch that the sequences belong to; None: those of these sequences do.
+    ``batch``: statistics of the whole batch, by whose mean weight batch normalisation divides; None: those of
+    these sequences. Raises ``ValueError`` when shapes differ or ``context`` lacks advantages that a rule
+    needs.
     """
-    log_probs = LogProbs(train_log_probs, rollout_log_probs, response_mask)
-    settings = config.settings()
-    output = _Output(log_probs, settings)
+    log_probs, settings = LogProbs(train_log_probs, rollout_log_probs, response_mask), config.settings()
+    shape, device = train_log_probs.shape, train_log_probs.device
+    context.check(shape)
+    weights = None if settings.weights is None else torch.zeros(shape, dtype=log_probs.dtype, device=device)
+    keep_mask = torch.ones(shape, dtype=torch.bool, device=device)
+    histogram = torch.zeros(NUM_BINS, dtype=torch.float64, device=device)
 
-    def apply_and_measure(tokens: TokenDecisions) -> Measured:
-        output.write(tokens)
-        return measure_tokens(tokens, settings)
+    # A call for each chunk: its temporaries are gone before those of the next one come.
+    def correct_chunk(chunk: SequenceChunk) -> TokenSums:
+        ratio, chunk_context = LogRatio.from_log_probs(log_probs.take(chunk)), context.take(chunk)
+        chunk_weights = importance_weights(ratio, settings)
+        # Independent of the weights: a rejected token keeps its own.
+        rejection = reject_tokens(ratio, settings, chunk_context.advantages)
+        if weights is not None and chunk_weights is not None:
+            chunk.write(chunk_weights.applied, weights)
+        if rejection.causes:
+            rejected = ratio.response - rejection.kept
+            chunk.write(rejected.bool().logical_not_(), keep_mask)
+        if settings.full:
+            histogram.add_(log_ratio_histogram(ratio.values, ratio.valid))
+        return measure_tokens(ratio, chunk_weights, rejection, chunk_context, settings)
 
-    sequences, measured = decide(log_probs, settings, context, apply_and_measure)
-    statistics = measure_sequences(measured, sequences, settings, context, log_probs)
-    weights, keep_mask = output.finish(sequences, batch or statistics)
-    return CorrectionResult(weights, keep_mask, sequences.rejected_rows, statistics, config)
+    chunks = sequence_chunks(response_mask)
+    # All sequences at once: operations on the few of a chunk would take as long as those on its tokens.
+    tokens = join_sequences(list(map(correct_chunk, chunks)), torch.cat([chunk.rows for chunk in chunks]))
+    rejection = reject_sequences(tokens, settings)
+    statistics = measure_sequences(tokens, rejection, settings, context, log_probs, histogram)
+    # Copied to all positions first: on a CPU an operation with a broadcast bool takes ten times as long.
+    keep_mask.logical_and_(rejection.kept.bool()[:, None].expand(shape).contiguous())
+    if weights is not None and settings.weights is not None and settings.weights.batch_normalize:
+        weights.div_(_mean_weight(batch or statistics, settings.weights))
+    rejected_rows = (tokens.sequences.response_tokens > 0) & (rejection.kept * tokens.kept_tokens == 0)
+    return CorrectionResult(weights, keep_mask, rejected_rows, statistics, config)
 
 
 @torch.no_grad()
@@ -133,39 +165,19 @@ def measure(
     config: RolloutCorrectionConfig | Mapping[str, object],
     context: SequenceContext | None = None,
 ) -> CorrectionStatistics:
-    """Mergeable statistics of ``[B, T]`` log-probs (nats), before any rejection. Sequences without response
-    tokens never count.
+    """The statistics of ``correct_sequences`` alone: mergeable, before any rejection. Sequences without
+    response tokens never count.
 
-    ``train_log_probs`` are those of the proximal policy (decoupled) or of the current one (bypass). Raises
-    ``ValueError`` when shapes differ or ``context`` lacks advantages that a rule needs.
+    ``train_log_probs`` ``[B, T]``, nats, are those of the proximal policy (decoupled) or of the current one
+    (bypass).
     """
-    log_probs = LogProbs(train_log_probs, rollout_log_probs, response_mask)
-    settings, facts = _as_config(config).settings(), context or SequenceContext()
-    sequences, measured = decide(log_probs, settings, facts, partial(measure_tokens, settings=settings))
-    return measure_sequences(measured, sequences, settings, facts, log_probs)
-
-
-@torch.no_grad()
-def apply(
-    train_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    response_mask: Tensor,
-    config: RolloutCorrectionConfig | Mapping[str, object],
-    statistics: CorrectionStatistics,
-    advantages: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor]:
-    """Weights (or None) and keep mask of some sequences, given the statistics of the whole batch they belong
-    to.
-
-    Batch normalisation divides by the batch's mean weight: over tokens, or sequences where each has one.
-    ``advantages`` ``[B, T]`` are needed by rules that depend on their sign. Raises ``ValueError`` when shapes
-    differ or advantages are missing.
-    """
-    log_probs = LogProbs(train_log_probs, rollout_log_probs, response_mask)
-    settings, facts = _as_config(config).settings(), SequenceContext(advantages=advantages)
-    output = _Output(log_probs, settings)
-    sequences, _ = decide(log_probs, settings, facts, output.write)
-    return output.finish(sequences, statistics)
+    return correct_sequences(
+        train_log_probs,
+        rollout_log_probs,
+        response_mask,
+        _as_config(config),
+        context or SequenceContext(),
+    ).statistics
 
 
 def _as_config(config: RolloutCorrectionConfig | Mapping[str, object]) -> RolloutCorrectionConfig:
@@ -175,37 +187,6 @@ def _as_config(config: RolloutCorrectionConfig | Mapping[str, object]) -> Rollou
         if isinstance(config, RolloutCorrectionConfig)
         else RolloutCorrectionConfig.model_validate(config)
     )
-
-
-class _Output:
-    """Weights and keep mask ``[B, T]``, filled chunk by chunk."""
-
-    def __init__(self, log_probs: LogProbs, settings: CorrectionSettings) -> None:
-        shape, device = log_probs.train.shape, log_probs.train.device
-        self.settings = settings.weights
-        self.weights = (
-            None if settings.weights is None else torch.zeros(shape, dtype=log_probs.dtype, device=device)
-        )
-        self.keep_mask = torch.ones(shape, dtype=torch.bool, device=device)
-
-    def write(self, tokens: TokenDecisions) -> None:
-        """Put the weights of a chunk, and which tokens are rejected by themselves, where they belong."""
-        if tokens.weights is not None and self.weights is not None:
-            tokens.chunk.write(tokens.weights.applied, self.weights)
-        if tokens.rejection.causes:
-            rejected = tokens.ratio.response - tokens.rejection.kept
-            tokens.chunk.write(rejected.bool().logical_not_(), self.keep_mask)
-
-    def finish(
-        self, sequences: SequenceDecisions, batch: CorrectionStatistics
-    ) -> tuple[Tensor | None, Tensor]:
-        """Reject whole sequences, and normalise by what was measured of the whole ``batch``."""
-        # Copied to all positions first: on a CPU an operation with a broadcast bool takes ten times as long.
-        kept = sequences.rejection.kept.bool()[:, None].expand(self.keep_mask.shape).contiguous()
-        self.keep_mask.logical_and_(kept)
-        if self.weights is not None and self.settings is not None and self.settings.batch_normalize:
-            self.weights.div_(_mean_weight(batch, self.settings))
-        return self.weights, self.keep_mask
 
 
 def _mean_weight(batch: CorrectionStatistics, settings: WeightSettings) -> Tensor:

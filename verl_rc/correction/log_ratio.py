@@ -92,11 +92,6 @@ class LogRatio:
         return torch.expm1(self.precise)
 
     @cached_property
-    def ratios(self) -> Moments[Tensor]:
-        """Moments of ``rho - 1``, float64 ``[b]``."""
-        return Moments(sequence_sum(self.excess), self.sums.tokens, vecdot(self.excess, self.excess))
-
-    @cached_property
     def k3(self) -> Tensor:
         """``exp(l) - 1 - l >= 0``, float64: ``k3_estimate`` with the exponential that weights and metrics
         take, too."""
@@ -176,6 +171,16 @@ def extremes(values: Tensor, count: Tensor) -> Extremes[Tensor]:
         Extremes(largest(upper), largest(lower))
         if values.ndim == 2
         else Extremes(upper.double(), lower.double())
+    )
+
+
+def moments(values: Tensor, count: Tensor) -> Moments[Tensor]:
+    """Moments of float64 ``values`` ``[b]`` that count ``count`` ``[b]`` times, or of those of each sequence,
+    ``[b, t]``: ``count`` of them, all others 0."""
+    return (
+        Moments(sequence_sum(values), count, vecdot(values, values))
+        if values.ndim == 2
+        else Moments(count * values, count, count * values.square())
     )
 
 

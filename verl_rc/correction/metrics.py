@@ -1,12 +1,15 @@
 """Computing metrics from statistics, under verl's names with the definitions of docs/metrics.md."""
 
 import math
+import operator
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from verl_rc.config.rollout_correction import CorrectionSettings, WeightSettings
 from verl_rc.correction.histogram import pareto_k, percentiles
-from verl_rc.correction.totals import Gap, RuleTotals, Totals, WeightSums
+from verl_rc.correction.totals import RuleTotals, Totals, WeightSums
 from verl_rc.metrics.log_ratio_bins import BINS_PER_SIDE, bin_value
 from verl_rc.metrics.mergeable import Extremes, Moments
 from verl_rc.metrics.signatures import signature_metrics
@@ -15,8 +18,10 @@ from verl_rc.tensor_ops import LOG_RATIO_BOUND
 
 SMALLEST_NORMALISER = 1e-8
 """Weights are not divided by a mean weight of this or less."""
-_HISTOGRAM_OF_LEVEL = {"token": 0, "sequence": 1, "geometric": 2}
-_HISTOGRAM_OF_RULE = {"token_k1": 0, "seq_sum_k1": 1, "seq_mean_k1": 2}
+_LEVELS = ("token", "sequence", "geometric")
+"""Levels of weights that are exponentials of log-ratios with a histogram, in the order of the histograms."""
+_RULES = ("token_k1", "seq_sum_k1", "seq_mean_k1")
+"""Rules on the same log-ratios."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +98,7 @@ def _full_weight_metrics(numbers: Numbers, settings: WeightSettings) -> dict[str
     metrics |= {"rollout_is_raw_mean": raw.mean, "rollout_is_raw_std": raw.excess.std}
     metrics |= _extremes("rollout_is_raw_", raw.extremes)
     # Raw weights are exponentials of the log-ratios counted; the products of a prefix are counted nowhere.
-    counts = (
-        numbers.histograms[_HISTOGRAM_OF_LEVEL[settings.level]]
-        if settings.level in _HISTOGRAM_OF_LEVEL
-        else []
-    )
+    counts = dict(zip(_LEVELS, numbers.histograms, strict=True)).get(settings.level, [])
     if any(counts):
         for percent, log in percentiles(counts, PERCENTS).items():
             metrics[f"rollout_is_p{percent}"] = math.exp(min(log, LOG_RATIO_BOUND))
@@ -150,31 +151,20 @@ def misalignment_z(excess: Moments[float]) -> float | None:
 
 
 def _metrics_by_group(totals: Totals[float]) -> dict[str, float]:
-    """Metrics by age and by turn; by turn only where some sequence has several."""
+    """Metrics by age and by turn, of groups with tokens; by turn only where some sequence has several."""
     metrics = dict[str, float]()
-    has_turns = "turn_1" in totals.groups and totals.groups["turn_1"].tokens > 0
+    has_turns = "turn_1" in totals.groups and totals.groups["turn_1"]["kl"].count > 0
     for name, gap in totals.groups.items():
-        if gap.tokens and (has_turns or not name.startswith("turn")):
-            metrics |= _group_metrics(name, gap, totals)
+        if gap["kl"].count and (has_turns or not name.startswith("turn")):
+            metrics[f"{name}_token_fraction"] = gap["kl"].count / totals.means["kl"].count
+            metrics |= {f"{name}_{kind}": mean.value for kind, mean in gap.items()}
+            if (weights := totals.weights.get(name)) is not None:
+                metrics[f"{name}_rollout_is_mean"] = weights.mean
+                metrics[f"{name}_rollout_is_max"] = weights.extremes.largest
+                metrics[f"{name}_rollout_is_ess"] = weights.effective_sample_size
     for name, products in totals.weights.items():
         if has_turns and name.startswith("turns") and products.excess.count:
             metrics[f"ess_{name}"] = products.effective_sample_size
-    return metrics
-
-
-def _group_metrics(name: str, gap: Gap[float], totals: Totals[float]) -> dict[str, float]:
-    """A group's share of all tokens, its gap, and the weights applied to it."""
-    metrics = {
-        f"{name}_token_fraction": gap.tokens / totals.means["kl"].count,
-        f"{name}_kl": -gap.log_ratio / gap.tokens,
-        f"{name}_k3_kl": gap.k3 / gap.tokens,
-    }
-    if (weights := totals.weights.get(name)) is not None:
-        metrics |= {
-            f"{name}_rollout_is_mean": weights.mean,
-            f"{name}_rollout_is_max": weights.extremes.largest,
-            f"{name}_rollout_is_ess": weights.effective_sample_size,
-        }
     return metrics
 
 
@@ -203,20 +193,18 @@ def bound_for_acceptance(numbers: Numbers, rule: str, share: float) -> float:
     if not 0 < share <= 1:
         raise ValueError(f"the share to accept must be in (0, 1]; got {share}")
     counts = _counts(numbers, rule)
-    accepted = farthest = 0.0
-    target = share * math.fsum(counts) * (1 - 1e-12)  # the product may round to above the sum of all
-    for distance in range(BINS_PER_SIDE + 1):
-        count = math.fsum(counts[index] for index in {BINS_PER_SIDE - distance, BINS_PER_SIDE + distance})
-        if count and (accepted < target):
-            accepted, farthest = accepted + count, bin_value(BINS_PER_SIDE + distance)
-    return math.exp(farthest) if any(counts) else math.nan
+    below, center, above = counts[:BINS_PER_SIDE], counts[BINS_PER_SIDE], counts[BINS_PER_SIDE + 1 :]
+    accepted = list(accumulate(map(operator.add, reversed(below), above), initial=center))
+    target = share * accepted[-1] * (1 - 1e-12)  # the product may round to above the sum of all
+    bound = math.exp(bin_value(BINS_PER_SIDE + bisect_left(accepted, target)))
+    return bound if any(counts) else math.nan
 
 
 def _counts(numbers: Numbers, rule: str) -> list[float]:
-    if rule not in _HISTOGRAM_OF_RULE:
-        raise ValueError(f"histograms answer for {', '.join(_HISTOGRAM_OF_RULE)}; got {rule!r}")
+    if rule not in _RULES:
+        raise ValueError(f"histograms answer for {', '.join(_RULES)}; got {rule!r}")
     if not numbers.histograms:
         raise ValueError(
             "histograms are measured with algorithm.rollout_correction.diagnostics=full only; it was core"
         )
-    return numbers.histograms[_HISTOGRAM_OF_RULE[rule]]
+    return numbers.histograms[_RULES.index(rule)]

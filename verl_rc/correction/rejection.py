@@ -8,9 +8,8 @@ from torch import Tensor
 
 from verl_rc.config.rejection_rules import BoundedRule, RejectionRule
 from verl_rc.config.rollout_correction import CorrectionSettings
-from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, sequence_sum
-from verl_rc.correction.totals import RuleSums, SequenceSums
-from verl_rc.metrics.mergeable import Moments
+from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, moments, sequence_sum
+from verl_rc.correction.totals import RuleSums, SequenceSums, TokenSums
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,8 @@ def reject_tokens(ratio: LogRatio, settings: CorrectionSettings, advantages: Ten
             above, below = outside(rule, statistic)
             # Measured here: the comparisons of one rule are freed before those of the next.
             counted = statistic if rule.rule.scope == "token" else statistic * ratio.valid
-            rules[rule.name] = _token_rule_sums(rule, ratio, counted, above, below)
+            sides = ratio.count(above), ratio.count(below)
+            rules[rule.name] = _rule_sums(rule, ratio.sums, counted, ratio.valid, sides)
             causes[rule.name] = above.add_(below).mul_(candidates)
     if settings.opsm_threshold is not None:
         if advantages is None:
@@ -64,51 +64,31 @@ def reject_tokens(ratio: LogRatio, settings: CorrectionSettings, advantages: Ten
     return Rejection(causes, _kept(causes, ratio.response), rules)
 
 
-@dataclass(frozen=True)
-class SequenceEvidence:
-    """What decides whether sequences are rejected as a whole, float64 ``[b]``."""
-
-    sums: SequenceSums
-    kept_tokens: Tensor
-    """Response tokens that are not rejected by themselves."""
-    statistics: dict[str, Tensor]
-    """By name of a rule on sequences."""
-    tokens_below_veto: Tensor | None
-    """None without a veto."""
-
-    @classmethod
-    def from_tokens(
-        cls, ratio: LogRatio, tokens: Rejection, settings: CorrectionSettings
-    ) -> "SequenceEvidence":
-        """Add up the tokens of each sequence."""
-        rules = [rule for rule in settings.rules if rule.rule.rejects_rows]
-        below_veto = None
-        if settings.log_veto is not None:
-            # Unbounded log-ratios are compared: a veto may lie beyond the safety bound.
-            below_veto = ratio.count(indicator(torch.lt, ratio.values, settings.log_veto))
-        return cls(
-            sums=ratio.sums,
-            kept_tokens=tokens.kept.sum(dim=-1).double() if tokens.causes else ratio.sums.response_tokens,
-            statistics={rule.name: rule_statistic(rule.rule, ratio) for rule in rules},
-            tokens_below_veto=below_veto,
-        )
-
-
-def reject_sequences(evidence: SequenceEvidence, settings: CorrectionSettings) -> Rejection:
-    """Apply all rules that look at whole sequences. Without valid tokens one is rejected only for non-finite
-    log-probs."""
-    sums, causes, rules = evidence.sums, dict[str, Tensor](), dict[str, RuleSums]()
+def reject_sequences(tokens: TokenSums, settings: CorrectionSettings) -> Rejection:
+    """Apply all rules that look at whole sequences ``[B]``. Without valid tokens one is rejected only for
+    non-finite log-probs."""
+    sums, causes, rules = tokens.sequences, dict[str, Tensor](), dict[str, RuleSums]()
     for rule in settings.rules:
         if rule.rule.rejects_rows:
-            statistic = evidence.statistics[rule.name]
-            above, below = (sums.real * side for side in outside(rule, statistic))
-            rules[rule.name] = _sequence_rule_sums(rule, sums, statistic, above, below)
+            statistic = tokens.row_statistics[rule.name]
+            above, below = (sums.valid_rows * side for side in outside(rule, statistic))
+            rules[rule.name] = _rule_sums(rule, sums, statistic, sums.tokens, (above, below))
             causes[rule.name] = above + below
-    if evidence.tokens_below_veto is not None:
-        causes["veto"] = evidence.tokens_below_veto.clamp_max(1.0)
+    if settings.log_veto is not None:
+        causes["veto"] = tokens.row_statistics["veto"].clamp_max(1.0)
     if settings.nonfinite == "reject_sequence":
         causes["nonfinite"] = indicator(torch.lt, sums.tokens, sums.response_tokens)
     return Rejection(causes, _kept(causes, torch.ones_like(sums.tokens)), rules)
+
+
+def row_statistics(ratio: LogRatio, settings: CorrectionSettings) -> dict[str, Tensor]:
+    """``TokenSums.row_statistics`` of the sequences of a chunk, float64 ``[b]``."""
+    rules = [rule for rule in settings.rules if rule.rule.rejects_rows]
+    statistics = {rule.name: rule_statistic(rule.rule, ratio) for rule in rules}
+    if settings.log_veto is not None:
+        # Unbounded log-ratios are compared: a veto may lie beyond the safety bound.
+        statistics["veto"] = ratio.count(indicator(torch.lt, ratio.values, settings.log_veto))
+    return statistics
 
 
 def rule_statistic(rule: RejectionRule, ratio: LogRatio) -> Tensor:
@@ -131,32 +111,22 @@ def outside(rule: BoundedRule, statistic: Tensor) -> tuple[Tensor, Tensor]:
     return indicator(torch.gt, statistic, rule.upper), indicator(torch.lt, statistic, rule.lower)
 
 
-def _token_rule_sums(
-    rule: BoundedRule, ratio: LogRatio, statistic: Tensor, above: Tensor, below: Tensor
+def _rule_sums(
+    rule: BoundedRule, sums: SequenceSums, statistic: Tensor, count: Tensor, sides: tuple[Tensor, Tensor]
 ) -> RuleSums:
-    total, clamped = sequence_sum(statistic), _clamped(rule, statistic)
-    return RuleSums(
-        mean=ratio.sums.mean(total),
-        total=total,
-        clamped=Moments(sequence_sum(clamped), ratio.sums.tokens, sequence_sum(clamped.square())),
-        extremes=extremes(statistic, ratio.valid),
-        above=ratio.count(above),
-        below=ratio.count(below),
-    )
-
-
-def _sequence_rule_sums(
-    rule: BoundedRule, sums: SequenceSums, statistic: Tensor, above: Tensor, below: Tensor
-) -> RuleSums:
-    # Every token counts with the statistic of its sequence.
-    tokens, clamped = sums.tokens, _clamped(rule, statistic)
-    moments = Moments(tokens * clamped, tokens, tokens * clamped.square())
-    return RuleSums(statistic, tokens * statistic, moments, extremes(statistic, tokens), above, below)
-
-
-def _clamped(rule: BoundedRule, statistic: Tensor) -> Tensor:
+    """What a rule measures in each sequence, from its ``statistic``: of tokens ``[b, t]``, 0 where none is
+    valid, or of sequences ``[B]``, with which each of their tokens counts; ``sides`` ``[b]`` are above and
+    below the bounds."""
+    total = sequence_sum(statistic) if statistic.ndim == 2 else sums.tokens * statistic
     # Counted from the bound nearest to 0: values of two policies that agree add nothing, not even rounding.
-    return statistic.clamp(rule.lower, rule.upper) - min(max(0.0, rule.lower), rule.upper)
+    clamped = statistic.clamp(rule.lower, rule.upper) - min(max(0.0, rule.lower), rule.upper)
+    return RuleSums(
+        sums.mean(total) if statistic.ndim == 2 else statistic,
+        total,
+        moments(clamped.double(), sums.tokens),
+        extremes(statistic, count),
+        *sides,
+    )
 
 
 def _kept(causes: dict[str, Tensor], candidates: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """The sums over tokens that signatures are computed from; symbols and formulas stand in
 ``verl_rc.metrics.signatures``."""
 
-from collections.abc import Iterator
 from itertools import accumulate, pairwise
 
 import torch
@@ -18,7 +17,7 @@ _LAST_BITS = (1 << BOUNDS.rounded_bits) - 1
 
 
 def signature_sums(
-    log_probs: LogProbs, facts: SequenceContext, ratios: Moments[Tensor]
+    log_probs: LogProbs, context: SequenceContext, ratios: Moments[Tensor]
 ) -> Signatures[Tensor]:
     """The sums over the tokens of sequences ``[B]``; ``ratios`` are those of each, of ``rho - 1`` over all of
     its tokens.
@@ -34,20 +33,25 @@ def signature_sums(
     logs, squares = ratio.precise, _by_position(ratio.precise.square())
     temperature = surprisal = deviations = gradients = varentropies = None
     engines, (lags, rounded) = tuple[Quotient[Tensor], ...](), _head_sums(log_probs)
-    if facts.entropies is not None:
-        centred = torch.addcmul(ratio.train, _finite(_sampled(facts.entropies), ratio), ratio.valid).double()
+    if context.entropies is not None:
+        centred = torch.addcmul(
+            ratio.train, _finite(_sampled(context.entropies), ratio), ratio.valid
+        ).double()
         deviations = _by_position(centred.square())
         temperature = Quotient.from_sequences(_total(logs * centred), torch.stack(deviations).sum(dim=0))
         surprisal = Mean(-_total(centred), _total(ratio.valid))
-    if facts.sum_pi_squared is not None:
-        less_one = torch.add(_finite(_sampled(facts.sum_pi_squared), ratio), ratio.train.exp(), alpha=-2.0)
+    if context.sum_pi_squared is not None:
+        less_one = torch.add(_finite(_sampled(context.sum_pi_squared), ratio), ratio.train.exp(), alpha=-2.0)
         gradients = _by_position(torch.addcmul(ratio.valid, less_one, ratio.valid))
-        if facts.engines is not None:
+        if context.engines is not None:
+            numbers = context.engines.clamp_max(BOUNDS.engines - 1)
+            totals = torch.stack(squares).sum(dim=0), torch.stack(gradients).sum(dim=0)
             engines = tuple(
-                _by_engine(facts.engines, torch.stack(squares).sum(dim=0), torch.stack(gradients).sum(dim=0))
+                Quotient.from_sequences(*(total * (numbers == number) for total in totals))
+                for number in range(BOUNDS.engines)
             )
-    if facts.varentropies is not None:
-        varentropies = _by_position(_finite(_sampled(facts.varentropies), ratio) * ratio.valid)
+    if context.varentropies is not None:
+        varentropies = _by_position(_finite(_sampled(context.varentropies), ratio) * ratio.valid)
     return Signatures(
         missing=Quotient.from_sequences(-ratios.total, ratios.count),
         squares=squares,
@@ -60,13 +64,6 @@ def signature_sums(
         lags=lags,
         rounded=rounded,
     )
-
-
-def _by_engine(engines: Tensor, squares: Tensor, gradients: Tensor) -> Iterator[Quotient[Tensor]]:
-    """Yield the sums of each engine, from those of sequences ``[B]``."""
-    for number in range(BOUNDS.engines):
-        here = (engines.clamp_max(BOUNDS.engines - 1) == number).double()
-        yield Quotient.from_sequences(squares * here, gradients * here)
 
 
 def _finite(values: Tensor, ratio: LogRatio) -> Tensor:
@@ -96,8 +93,8 @@ def _total(sample: Tensor) -> Tensor:
 
 def _head_sums(log_probs: LogProbs) -> tuple[tuple[Mean[Tensor], ...], Mean[Tensor]]:
     """What the first positions of all sequences ``[B]`` say of shifted and of rounded log-probs."""
-    whole = (log_probs.train, log_probs.rollout, log_probs.response_mask)
-    head = LogProbs(*(values[:, : BOUNDS.head] for values in whole))
+    columns = (log_probs.train, log_probs.rollout, log_probs.response_mask)
+    head = LogProbs(*(column[:, : BOUNDS.head] for column in columns))
     ratio = LogRatio.from_log_probs(head)
     farthest = max(BOUNDS.lags)
     # [B, t, k]: for every position those around it, with zeros beyond both ends that count as no tokens. One

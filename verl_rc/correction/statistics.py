@@ -13,15 +13,13 @@ from torch.nn.functional import pad
 
 from verl_rc.config.rejection_rules import BoundedRule
 from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig, WeightSettings
-from verl_rc.correction.decide import SequenceDecisions, TokenDecisions
 from verl_rc.correction.histogram import log_ratio_histogram
-from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, largest, sequence_sum
+from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, largest, moments, sequence_sum
 from verl_rc.correction.metrics import Numbers, correction_metrics
-from verl_rc.correction.rejection import Rejection, SequenceEvidence, outside
+from verl_rc.correction.rejection import Rejection, outside, row_statistics
 from verl_rc.correction.sequences import LogProbs, SequenceContext
 from verl_rc.correction.signatures import signature_sums
 from verl_rc.correction.totals import (
-    Gap,
     Means,
     RuleSums,
     RuleTotals,
@@ -29,12 +27,11 @@ from verl_rc.correction.totals import (
     TokenSums,
     Totals,
     WeightSums,
-    join_sequences,
     map_totals,
 )
 from verl_rc.correction.weights import Weights
 from verl_rc.metrics.log_ratio_bins import NUM_BINS
-from verl_rc.metrics.mergeable import Extremes, Mean, Moments
+from verl_rc.metrics.mergeable import Extremes, Mean
 from verl_rc.metrics.signatures import signature_metrics
 from verl_rc.metrics.splits import ANSWERS, LENGTHS, NUM_AGES, NUM_TURNS, SIGNS, TURN_COUNTS
 from verl_rc.tensor_ops import LOG_RATIO_BOUND, bound_log_ratio
@@ -132,81 +129,83 @@ class CorrectionStatistics:
         return replace(self, sums=sums, maxima=maxima)
 
 
-Measured = tuple[TokenSums, Tensor | None]
-"""What tokens of a chunk add up to, and with full diagnostics the histogram of their log-ratios."""
-
-
-def measure_tokens(tokens: TokenDecisions, settings: CorrectionSettings) -> Measured:
-    """What the tokens of a chunk add up to."""
-    ratio, weights, sums = tokens.ratio, tokens.weights, tokens.ratio.sums
-    # First, while little else is alive: its temporaries are the largest.
-    histogram = log_ratio_histogram(ratio.values, ratio.valid) if settings.full else None
-    totals = Totals[Tensor]()
+def measure_tokens(
+    ratio: LogRatio,
+    weights: Weights | None,
+    rejection: Rejection,
+    context: SequenceContext,
+    settings: CorrectionSettings,
+) -> TokenSums:
+    """What the tokens of a chunk add up to; ``rejection`` is that of tokens by themselves."""
+    sums, totals = ratio.sums, Totals[Tensor]()
     row_weights = {} if weights is None else _measure_token_weights(totals, weights, ratio, settings)
     clamped = indicator(torch.ne, ratio.values, ratio.bounded).sum(dim=-1).double()
     totals.means["safety_clamped_fraction"] = Mean(clamped, sums.tokens)
     if settings.opsm_threshold is not None:
-        masked = sequence_sum(tokens.rejection.causes["opsm"])
+        masked = sequence_sum(rejection.causes["opsm"])
+        share = Mean((masked > 0).double(), sums.response_rows)
         totals.means["rollout_rs_opsm_masked_fraction"] = Mean(masked, sums.response_tokens)
-        share = Mean((masked > 0).double(), sums.response_tokens.clamp_max(1.0))
         totals.means["rollout_rs_opsm_seq_masked_fraction"] = share
-    measured = TokenSums(
+    tokens = TokenSums(
+        sequences=sums,
+        kept_tokens=rejection.kept.sum(dim=-1).double() if rejection.causes else sums.response_tokens,
+        row_statistics=row_statistics(ratio, settings),
         train=sequence_sum(ratio.train),
         bounded=sequence_sum(ratio.precise),
-        ratios=ratio.ratios,
-        rules=tokens.rejection.rules,
+        ratios=moments(ratio.excess, sums.tokens),
+        rules=rejection.rules,
         row_weights=row_weights,
         totals=totals,
         turns=largest(ratio.turns) + 1.0,
     )
-    if (ages := tokens.facts.ages(ratio.response)) is not None:
-        _measure_ages(measured, ages, tokens)
+    if (ages := context.ages(ratio.response)) is not None:
+        _measure_ages(tokens, ages, ratio, weights, rejection)
     if settings.full:
-        _measure_fully(measured, tokens)
-    return measured, histogram
+        _measure_fully(tokens, ratio, rejection, context.advantages)
+    return tokens
 
 
 def _measure_token_weights(
     totals: Totals[Tensor], weights: Weights, ratio: LogRatio, settings: CorrectionSettings
 ) -> dict[str, Tensor]:
-    """Add the weights of tokens where each has its own; ``w - 1`` of each sequence, applied and raw."""
-    excesses, sums = {"applied": weights.excess, "raw": weights.raw_excess}, ratio.sums
+    """Add the weights of tokens where each has its own; return ``TokenSums.row_weights``."""
+    sums = ratio.sums
     if settings.weights is None or settings.weights.is_per_row:
-        return excesses
+        return {"applied": weights.excess, "raw": weights.raw_excess}
     # Logarithms are compared, not weights: they are known beyond the safety bound, too.
     threshold = settings.weights.threshold
     high = ratio.count(indicator(torch.gt, weights.logs, math.log(threshold.upper)))
     low = ratio.count(indicator(torch.lt, weights.logs, math.log(threshold.reciprocal_lower)))
-    shares = {"ratio_fraction_high": high, "ratio_fraction_low": low}
-    shares |= {} if threshold.lower is None else {"oob_ratio": high + low}
-    totals.means.update({f"rollout_is_{name}": Mean(count, sums.tokens) for name, count in shares.items()})
-    kinds = ("applied", "raw") if settings.full else ("applied",)
-    totals.weights.update(
-        {f"{kind}_token": _weights_of_tokens(excesses[kind], ratio.valid, sums.tokens) for kind in kinds}
-    )
-    added = {kind: totals.weights[f"{kind}_token"].excess.total for kind in kinds}
-    if not settings.full:
-        added["raw"] = sequence_sum(weights.raw_excess)
-    return {kind: sums.mean(total) for kind, total in added.items()}
+    totals.means["rollout_is_ratio_fraction_high"] = Mean(high, sums.tokens)
+    totals.means["rollout_is_ratio_fraction_low"] = Mean(low, sums.tokens)
+    if threshold.lower is not None:
+        totals.means["rollout_is_oob_ratio"] = Mean(high + low, sums.tokens)
+    applied = _weights_of_tokens(weights.excess, ratio.valid, sums.tokens)
+    totals.weights["applied_token"] = applied
+    if settings.full:
+        totals.weights["raw_token"] = _weights_of_tokens(weights.raw_excess, ratio.valid, sums.tokens)
+    raw = totals.weights["raw_token"].excess.total if settings.full else sequence_sum(weights.raw_excess)
+    return {"applied": sums.mean(applied.excess.total), "raw": sums.mean(raw)}
 
 
 def _weights_of_tokens(excess: Tensor, members: Tensor, count: Tensor) -> WeightSums[Tensor]:
     """What each sequence adds. ``excess`` is ``w - 1`` of the ``count`` tokens where ``members`` is 1, and 0
     where it is 0."""
     w = excess + members
-    moments = Moments(sequence_sum(excess), count, vecdot(excess, excess))
     # The extremes are those of weights as they are applied: in float32 where log-probs are, at half the cost.
-    return WeightSums(moments, vecdot(w, w), extremes(w.to(members.dtype), members))
+    return WeightSums(moments(excess, count), vecdot(w, w), extremes(w.to(members.dtype), members))
 
 
-def _measure_ages(measured: TokenSums, ages: Tensor, tokens: TokenDecisions) -> None:
+def _measure_ages(
+    tokens: TokenSums, ages: Tensor, ratio: LogRatio, weights: Weights | None, rejection: Rejection
+) -> None:
     """Add what tokens of each age add up to; ``ages``, int64 ``[b, t]``, are steps between the weights that
     sampled a token and the current ones.
 
     The gap grows with age, but the mean ratio before truncation is 1 at every age: where it is not, versions
     are wrong.
     """
-    ratio, weights, totals = tokens.ratio, tokens.weights, measured.totals
+    totals = tokens.totals
     totals.extremes["token_age"] = extremes(ages, ratio.valid)
     totals.means["token_age_mean"] = Mean(sequence_sum(ages * ratio.valid), ratio.sums.tokens)
     for age, bucket in enumerate(_buckets(ages, NUM_AGES)):
@@ -214,29 +213,28 @@ def _measure_ages(measured: TokenSums, ages: Tensor, tokens: TokenDecisions) -> 
         totals.groups[name] = gap = _gap(ratio, members)
         # Kept are response tokens, all else counts valid tokens: one without a finite log-prob has no gap and
         # no weight.
-        measured.kept[name] = Mean(
-            sequence_sum(tokens.rejection.kept * bucket), sequence_sum(bucket * ratio.response)
-        )
+        tokens.kept[name] = Mean(sequence_sum(rejection.kept * bucket), sequence_sum(bucket * ratio.response))
         if weights is not None:
             # Where all tokens of a sequence share a weight, each of them counts with it.
             raw, excess = (w if w.ndim == 2 else w[:, None] for w in (weights.raw_excess, weights.excess))
-            totals.weights[name] = _weights_of_tokens(excess * members, members, gap.tokens)
+            totals.weights[name] = _weights_of_tokens(excess * members, members, gap["kl"].count)
             truncated = sequence_sum((raw != excess) * members)
-            totals.splits[f"{name}_rollout_is_truncated_fraction"] = Mean(truncated, gap.tokens)
+            totals.splits[f"{name}_rollout_is_truncated_fraction"] = Mean(truncated, gap["kl"].count)
 
 
-def _measure_fully(measured: TokenSums, tokens: TokenDecisions) -> None:
+def _measure_fully(
+    tokens: TokenSums, ratio: LogRatio, rejection: Rejection, advantages: Tensor | None
+) -> None:
     """Add what full diagnostics look at in single tokens."""
-    ratio, rejection, advantages = tokens.ratio, tokens.rejection, tokens.facts.advantages
     exact = ratio.count(indicator(torch.eq, ratio.values, 0.0))
-    measured.totals.means["log_ratio_exact_fraction"] = Mean(exact, ratio.sums.tokens)
+    tokens.totals.means["log_ratio_exact_fraction"] = Mean(exact, ratio.sums.tokens)
     for turn, bucket in enumerate(_buckets(ratio.turns, NUM_TURNS)):
-        measured.totals.groups[f"turn_{turn}"] = _gap(ratio, bucket.mul_(ratio.valid))
+        tokens.totals.groups[f"turn_{turn}"] = _gap(ratio, bucket.mul_(ratio.valid))
     if advantages is not None:
         for name, sign in zip(SIGNS, (advantages > 0, advantages < 0), strict=True):
             kept, response = sequence_sum(sign * rejection.kept), sequence_sum(sign * ratio.response)
-            measured.kept[name] = Mean(kept, response)
-    measured.alone.update({name: sequence_sum(alone) for name, alone in rejection.alone.items()})
+            tokens.kept[name] = Mean(kept, response)
+    tokens.alone.update({name: sequence_sum(alone) for name, alone in rejection.alone.items()})
 
 
 def _buckets(numbers: Tensor, count: int) -> Iterator[Tensor]:
@@ -247,50 +245,39 @@ def _buckets(numbers: Tensor, count: int) -> Iterator[Tensor]:
         yield (numbers.clamp(0, count - 1) == bucket).double()
 
 
-def _gap(ratio: LogRatio, members: Tensor) -> Gap[Tensor]:
+def _gap(ratio: LogRatio, members: Tensor) -> Means[Tensor]:
     """How far the policies are apart on the valid tokens where ``members``, float64 ``[b, t]``, is 1 and not
     0."""
-    return Gap(sequence_sum(members), sequence_sum(ratio.values * members), vecdot(ratio.k3, members))
+    count = sequence_sum(members)
+    return {
+        "kl": Mean(-sequence_sum(ratio.values * members), count),
+        "k3_kl": Mean(vecdot(ratio.k3, members), count),
+    }
 
 
 def measure_sequences(
-    measured: Sequence[Measured],
-    decisions: SequenceDecisions,
+    tokens: TokenSums,
+    rejection: Rejection,
     settings: CorrectionSettings,
-    facts: SequenceContext,
+    context: SequenceContext,
     log_probs: LogProbs,
+    histogram: Tensor,
 ) -> CorrectionStatistics:
-    """Statistics of all sequences ``[B]``, before any rejection, from those of the chunks."""
-    tokens = join_sequences([sums for sums, _ in measured], decisions.rows)
-    totals, histograms = _totals(tokens, decisions, settings, facts), list[Tensor]()
-    if settings.full:
-        sums = decisions.evidence.sums
-        counts = [histogram for _, histogram in measured if histogram is not None]
-        levels = (sums.log_ratio, sums.mean(sums.log_ratio))
-        histograms = [
-            torch.stack(counts).sum(dim=0),
-            *(log_ratio_histogram(logs, sums.real) for logs in levels),
-        ]
-        if settings.tests_misalignment:
-            totals = replace(totals, signatures=signature_sums(log_probs, facts, tokens.ratios))
-    return CorrectionStatistics.from_sequences(totals, histograms)
+    """Statistics of all sequences ``[B]``, before any rejection.
 
-
-def _totals(
-    tokens: TokenSums, decisions: SequenceDecisions, settings: CorrectionSettings, facts: SequenceContext
-) -> Totals[Tensor]:
-    """What every sequence ``[B]`` adds to the statistics."""
-    evidence, rejection, totals = decisions.evidence, decisions.rejection, tokens.totals
-    sums, kept = evidence.sums, rejection.kept * evidence.kept_tokens
-    answered = sums.response_tokens.clamp_max(1.0)
-    totals.means.update(_gap_means(tokens, sums) | _rejection_means(evidence, kept, settings))
+    ``rejection`` is that of whole sequences, ``histogram`` that of the tokens' log-ratios, which full
+    diagnostics have.
+    """
+    sums, totals = tokens.sequences, tokens.totals
+    kept = rejection.kept * tokens.kept_tokens
+    totals.means.update(_gap_means(tokens) | _rejection_means(tokens, kept, settings))
     totals.unreported["distance"] = Mean(sums.distance, sums.tokens)
     totals.unreported["kept_tokens"] = Mean(kept, sums.response_tokens)
-    totals.unreported["kept_rows"] = Mean((kept > 0).double(), answered)
+    totals.unreported["kept_rows"] = Mean((kept > 0).double(), sums.response_rows)
     totals.extremes["distance"] = Extremes(sums.farthest, sums.farthest)
     totals.extremes["log_ppl_diff"] = extremes(-sums.mean(sums.log_ratio), sums.tokens)
     if settings.weights is not None:
-        groups = facts.group_slots if settings.full else None
+        groups = context.group_slots if settings.full else None
         _measure_weights(totals, sums, tokens.row_weights, settings.weights, groups)
     rules = tokens.rules | rejection.rules
     for rule in settings.rules:
@@ -302,70 +289,79 @@ def _totals(
             totals.splits[f"{name}_rejected_fraction"] = Mean(group.count - share.total, group.count)
         else:
             totals.splits[f"kept_fraction_{name}"] = share
-    if settings.full:
-        totals.means["safety_clamped_seq_fraction"] = Mean(sums.log_ratio.abs() > LOG_RATIO_BOUND, sums.real)
-        totals.splits.update(_splits(sums.response_tokens, kept, facts.scores))
-        product = torch.expm1(bound_log_ratio(sums.log_ratio))
-        products = Moments(product, sums.real, product.square())
-        totals.ratios.update({"misalignment_z": tokens.ratios, "misalignment_z_seq": products})
-        for name, (fewest, most) in TURN_COUNTS.items():
-            members = sums.real * (tokens.turns >= fewest) * (tokens.turns <= most)
-            totals.weights[f"turns_{name}"] = _weighted_sums(product, members)
-        if settings.rejects:
-            totals.splits.update(_exclusive(tokens, evidence, rejection))
-    return totals
+    if not settings.full:
+        return CorrectionStatistics.from_sequences(totals, [])
+    totals.means["safety_clamped_seq_fraction"] = Mean(
+        sums.log_ratio.abs() > LOG_RATIO_BOUND, sums.valid_rows
+    )
+    totals.splits.update(_splits(sums.response_tokens, kept, context.scores))
+    product = torch.expm1(bound_log_ratio(sums.log_ratio))
+    totals.ratios["misalignment_z"] = tokens.ratios
+    totals.ratios["misalignment_z_seq"] = moments(product, sums.valid_rows)
+    for name, (fewest, most) in TURN_COUNTS.items():
+        members = sums.valid_rows * (tokens.turns >= fewest) * (tokens.turns <= most)
+        totals.weights[f"turns_{name}"] = _weights_of_rows(product, members)
+    if settings.rejects:
+        totals.splits.update(_exclusive(tokens, rejection))
+    if settings.tests_misalignment:
+        totals = replace(totals, signatures=signature_sums(log_probs, context, tokens.ratios))
+    levels = (sums.log_ratio, sums.mean(sums.log_ratio))
+    histograms = [histogram, *(log_ratio_histogram(logs, sums.valid_rows) for logs in levels)]
+    return CorrectionStatistics.from_sequences(totals, histograms)
 
 
-def _exclusive(tokens: TokenSums, evidence: SequenceEvidence, rejection: Rejection) -> Means[Tensor]:
+def _exclusive(tokens: TokenSums, rejection: Rejection) -> Means[Tensor]:
     """Share of response tokens that one cause alone rejects, so that they would be kept without it; and that
     several reject."""
     # A token is lost by itself or with its sequence: a cause is alone where it is the only one at both
     # levels.
-    response = evidence.sums.response_tokens
-    alone = {name: evidence.kept_tokens * rejected for name, rejected in rejection.alone.items()}
+    response = tokens.sequences.response_tokens
+    alone = {name: tokens.kept_tokens * rejected for name, rejected in rejection.alone.items()}
     alone |= {name: rejection.kept * rejected for name, rejected in tokens.alone.items()}
-    overlap = response - rejection.kept * evidence.kept_tokens - sum(alone.values())
+    overlap = response - rejection.kept * tokens.kept_tokens - sum(alone.values())
     shares = {f"{name}_exclusive": rejected for name, rejected in alone.items()} | {"overlap": overlap}
     return {f"rollout_rs_{name}_fraction": Mean(rejected, response) for name, rejected in shares.items()}
 
 
-def _gap_means(measured: TokenSums, sums: SequenceSums) -> Means[Tensor]:
+def _gap_means(tokens: TokenSums) -> Means[Tensor]:
     """How far the policies are apart, before any weight or rule."""
-    real, ratios, response = sums.real, measured.ratios, sums.response_tokens
-    train, difference = sums.mean(measured.train), -sums.mean(sums.log_ratio)
+    sums, ratios = tokens.sequences, tokens.ratios
+    rows, response = sums.valid_rows, sums.response_tokens
+    train, difference = sums.mean(tokens.train), -sums.mean(sums.log_ratio)
     rollout = train + difference
     return {
         "kl": Mean(-sums.log_ratio, sums.tokens),
         # Sums of both terms instead of a sum of k3: one pass less; rounding may leave a little below 0.
-        "k3_kl": Mean((ratios.total - measured.bounded).clamp_min(0.0), sums.tokens),
+        "k3_kl": Mean((ratios.total - tokens.bounded).clamp_min(0.0), sums.tokens),
         "nonfinite_token_fraction": Mean(response - sums.tokens, response),
-        "training_ppl": Mean(real * (-train).exp(), real),
-        "training_log_ppl": Mean(-train, real),  # log-perplexities are minus mean log-probs
-        "rollout_ppl": Mean(real * (-rollout).exp(), real),
-        "rollout_log_ppl": Mean(-rollout, real),
-        "log_ppl_diff": Mean(difference, real),
-        "log_ppl_abs_diff": Mean(difference.abs(), real),
-        "ppl_ratio": Mean(real * difference.exp(), real),
+        "training_ppl": Mean(rows * (-train).exp(), rows),
+        "training_log_ppl": Mean(-train, rows),  # log-perplexities are minus mean log-probs
+        "rollout_ppl": Mean(rows * (-rollout).exp(), rows),
+        "rollout_log_ppl": Mean(-rollout, rows),
+        "log_ppl_diff": Mean(difference, rows),
+        "log_ppl_abs_diff": Mean(difference.abs(), rows),
+        "ppl_ratio": Mean(rows * difference.exp(), rows),
         # rho^2 - 1 from rho - 1: exact near 0, and no second exponential.
         "chi2_token": Mean(ratios.square + 2.0 * ratios.total, sums.tokens),
-        "chi2_seq": Mean(torch.expm1(2.0 * bound_log_ratio(sums.log_ratio)), real),
+        "chi2_seq": Mean(torch.expm1(2.0 * bound_log_ratio(sums.log_ratio)), rows),
     }
 
 
-def _rejection_means(evidence: SequenceEvidence, kept: Tensor, settings: CorrectionSettings) -> Means[Tensor]:
-    """Shares of tokens and sequences that are rejected, by any cause and by the veto; ``kept``
-    tokens are left."""
-    means, sums = dict[str, Mean[Tensor]](), evidence.sums
-    response, answered = sums.response_tokens, sums.response_tokens.clamp_max(1.0)
+def _rejection_means(tokens: TokenSums, kept: Tensor, settings: CorrectionSettings) -> Means[Tensor]:
+    """Shares of tokens and sequences that are rejected, by any cause and by the veto; ``kept`` ``[B]``:
+    number of tokens that are not."""
+    means, sums = dict[str, Mean[Tensor]](), tokens.sequences
+    rows, response = sums.response_rows, sums.response_tokens
     if settings.rejects:
         means |= {
             "rollout_rs_masked_fraction": Mean(response - kept, response),
-            "rollout_rs_seq_masked_fraction": Mean(kept < response, answered),
-            "rollout_rs_seq_rejected_fraction": Mean(answered * (kept == 0), answered),
+            "rollout_rs_seq_masked_fraction": Mean(kept < response, rows),
+            "rollout_rs_seq_rejected_fraction": Mean(rows * (kept == 0), rows),
         }
-    if (count := evidence.tokens_below_veto) is not None:
+    if settings.log_veto is not None:
+        count = tokens.row_statistics["veto"]
         means |= {
-            "rollout_is_veto_fraction": Mean(count.clamp_max(1.0), sums.real),
+            "rollout_is_veto_fraction": Mean(count.clamp_max(1.0), sums.valid_rows),
             "rollout_is_catastrophic_token_fraction": Mean(count, sums.tokens),
         }
     return means
@@ -385,57 +381,55 @@ def _measure_weights(
     weights, means, bounds = totals.weights, totals.means, settings.threshold
     for kind, excess in excesses.items():
         if settings.is_per_row:
-            weights[f"{kind}_token"] = _weighted_sums(excess, sums.tokens)
+            weights[f"{kind}_token"] = _weights_of_rows(excess, sums.tokens)
         if f"{kind}_token" not in weights:
             continue  # raw ones, without full diagnostics
-        weights[f"{kind}_sequence"] = sequences = _weighted_sums(excess, sums.real)
+        weights[f"{kind}_sequence"] = sequences = _weights_of_rows(excess, sums.valid_rows)
         if group_slots is not None:
             total, count = (
                 torch.zeros_like(column).index_add_(0, group_slots, column)
                 for column in (sequences.excess.total, sequences.excess.count)
             )
             mean = Mean(total, count).value
-            weights[f"{kind}_prompt"] = _weighted_sums(mean, count.clamp_max(1.0))
-    high = sums.real * (excesses["raw"] > bounds.upper - 1.0)
-    low = sums.real * (excesses["raw"] < bounds.reciprocal_lower - 1.0)
+            weights[f"{kind}_prompt"] = _weights_of_rows(mean, count.clamp_max(1.0))
+    high = sums.valid_rows * (excesses["raw"] > bounds.upper - 1.0)
+    low = sums.valid_rows * (excesses["raw"] < bounds.reciprocal_lower - 1.0)
     for level in ("seq", "ratio") if settings.is_per_row else ("seq",):
         means |= {
-            f"rollout_is_{level}_fraction_high": Mean(high, sums.real),
-            f"rollout_is_{level}_fraction_low": Mean(low, sums.real),
+            f"rollout_is_{level}_fraction_high": Mean(high, sums.valid_rows),
+            f"rollout_is_{level}_fraction_low": Mean(low, sums.valid_rows),
         }
     if settings.is_per_row and bounds.lower is not None:
         means["rollout_is_oob_ratio"] = Mean(sums.tokens * (high + low), sums.tokens)
 
 
-def _weighted_sums(excess: Tensor, count: Tensor) -> WeightSums[Tensor]:
+def _weights_of_rows(excess: Tensor, count: Tensor) -> WeightSums[Tensor]:
     """What each sequence adds, with ``w - 1 = excess`` ``[B]`` counted ``count`` ``[B]`` times."""
     w = excess + 1.0
-    moments = Moments(count * excess, count, count * excess.square())
-    return WeightSums(moments, count * w.square(), extremes(w, count))
+    return WeightSums(moments(excess, count), count * w.square(), extremes(w, count))
 
 
 def _measure_rule(totals: Totals[Tensor], rule: BoundedRule, measured: RuleSums, sums: SequenceSums) -> None:
     """Add what every sequence adds to the statistics of a rule, and to the metrics that are means or
     shares."""
-    real, tokens, mean = sums.real, sums.tokens, measured.mean
+    rows, tokens, mean = sums.valid_rows, sums.tokens, measured.mean
     above, below = measured.above, measured.below
-    count, rejected = (real, tokens * (above + below)) if rule.rule.rejects_rows else (tokens, above + below)
-    seq_above, seq_below = (real * side for side in outside(rule, mean))
+    count, rejected = (rows, tokens * (above + below)) if rule.rule.rejects_rows else (tokens, above + below)
+    seq_above, seq_below = (rows * side for side in outside(rule, mean))
     if rule.rule.bounds_ratio:  # k1 is minus the log-ratio: where it is small, the ratio is high
         above, below, seq_above, seq_below = below, above, seq_below, seq_above
     means = {
         "mean": Mean(measured.total, tokens),
         "masked_fraction": Mean(rejected, tokens),
-        "seq_masked_fraction": Mean(rejected > 0, real),
+        "seq_masked_fraction": Mean(rejected > 0, rows),
         "fraction_high": Mean(above, count),
         "fraction_low": Mean(below, count),
-        "seq_fraction_high": Mean(seq_above, real),
+        "seq_fraction_high": Mean(seq_above, rows),
     }
-    means |= {"seq_fraction_low": Mean(seq_below, real)} if rule.rule.bounds_ratio else {}
+    means |= {"seq_fraction_low": Mean(seq_below, rows)} if rule.rule.bounds_ratio else {}
     totals.means.update({f"rollout_rs_{rule.name}_{name}": share for name, share in means.items()})
-    sequences = Moments(real * mean, real, real * mean.square())
     totals.rules[rule.name] = RuleTotals(
-        measured.clamped, measured.extremes, sequences, extremes(mean, tokens)
+        measured.clamped, measured.extremes, moments(mean, rows), extremes(mean, tokens)
     )
 
 

@@ -66,15 +66,6 @@ class RuleTotals(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Gap(Generic[T]):
-    """How far the policies are apart on some tokens."""
-
-    tokens: T
-    log_ratio: T
-    k3: T
-
-
-@dataclass(frozen=True)
 class Totals(Generic[T]):
     """Everything that is measured of some sequences, before rejection.
 
@@ -88,9 +79,9 @@ class Totals(Generic[T]):
     unreported: Means[T] = field(default_factory=dict)
     """What is no metric by itself: ``distance``, the mean of ``|l|``; ``kept_tokens`` of response tokens, and
     ``kept_rows`` of rows with some, those with a kept token."""
-    groups: dict[str, Gap[T]] = field(default_factory=dict)
-    """Gaps by age of a token in steps (``age_0``, …) and by turn of the policy (``turn_0``, …); the last
-    ones hold all above them, too."""
+    groups: dict[str, Means[T]] = field(default_factory=dict)
+    """``kl`` and ``k3_kl`` by age of a token in steps (``age_0``, …) and by turn of the policy (``turn_0``,
+    …); the last ones hold all above them, too."""
     extremes: dict[str, Extremes[T]] = field(default_factory=dict)
     """``distance`` (that of ``log_ratio`` from 0), ``log_ppl_diff``, ``token_age``."""
     weights: dict[str, WeightSums[T]] = field(default_factory=dict)
@@ -121,10 +112,15 @@ class SequenceSums:
     """``max_t |l_t|``; -inf where there are no positions."""
 
     @property
-    def real(self) -> Tensor:
-        """1 for sequences with valid tokens, which means over sequences are taken of, and 0 for all
+    def valid_rows(self) -> Tensor:
+        """1 for sequences with valid tokens, over which means of sequences are taken, and 0 for all
         others."""
         return self.tokens.clamp_max(1.0)
+
+    @property
+    def response_rows(self) -> Tensor:
+        """1 for sequences with response tokens, and 0 for all others."""
+        return self.response_tokens.clamp_max(1.0)
 
     def mean(self, sums: Tensor) -> Tensor:
         """Means over the valid tokens of each sequence, from their sums; 0 for sequences without any."""
@@ -152,6 +148,12 @@ class RuleSums:
 class TokenSums:
     """What the tokens of sequences add up to, float64 ``[B]``: all that needs a look at single tokens."""
 
+    sequences: SequenceSums
+    kept_tokens: Tensor
+    """Response tokens that are not rejected by themselves."""
+    row_statistics: dict[str, Tensor]
+    """What decides whether a sequence is rejected, by cause: of each rule on sequences its statistic, of
+    ``veto`` the number of tokens below it."""
     train: Tensor
     """Log-probs under the train policy."""
     bounded: Tensor

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from verl_rc.config.rejection_rules import Threshold
-from verl_rc.config.rollout_correction import CorrectionSettings, WeightSettings
+from verl_rc.config.rollout_correction import CorrectionSettings
 from verl_rc.correction.log_ratio import LogRatio
-from verl_rc.correction.totals import SequenceSums
 from verl_rc.tensor_ops import bound_log_ratio
 
 
@@ -33,50 +32,40 @@ class Weights:
 
 
 def importance_weights(ratio: LogRatio, settings: CorrectionSettings) -> Weights | None:
-    """``exp`` of a log-weight within ±``LOG_RATIO_BOUND``, then the threshold; None where no weights are
-    wanted.
+    """``exp`` of a log-weight within ±``LOG_RATIO_BOUND``, then the threshold; None where the configuration
+    has no weights.
 
     Log-weights by level. token: ``l_t``, which corrects the action but not the states. prefix: ``sum_{s<=t}
     l_s``, which corrects both (per-decision importance sampling: Precup, Sutton and Singh 2000). turn: the
-    sum over the token's turn, which corrects a turn as one action. Others: see ``sequence_weights``. Under
+    sum over the token's turn, which corrects a turn as one action. sequence: ``sum_t l_t``, the unbiased
+    ratio of whole responses. geometric: ``mean_t l_t``, which does not grow with length. Under
     ``nonfinite_logprob=neutral`` a token without a ratio has a weight, too, as if its ratio were 1.
     """
     if settings.weights is None:
         return None
-    tokens = ratio.response if settings.nonfinite == "neutral" else ratio.valid
-    level, bounds, dtype = settings.weights.level, settings.weights.threshold, tokens.dtype
-    if settings.weights.is_per_row:
-        logs, raw, excess = sequence_weights(ratio.sums, settings.weights)
-        return Weights(logs, raw, excess, (1.0 + excess).to(dtype)[:, None] * tokens)
-    logs, raw = ratio.values, ratio.excess
+    level, threshold, sums = settings.weights.level, settings.weights.threshold, ratio.sums
+    logs = ratio.values
     if level == "prefix":
         # Sums of thousands of terms: float32 would lose the digits of the last ones.
         logs = ratio.values.cumsum(dim=-1, dtype=torch.float64)
     elif level == "turn":
         logs = ratio.turn_sums(ratio.values)
-    if level != "token":
-        raw = torch.expm1(bound_log_ratio(logs))
-    excess = bounded_excess(raw, bounds)
-    applied = (1.0 + excess).to(dtype).mul_(tokens)
+    elif settings.weights.is_per_row:
+        logs = sums.log_ratio if level == "sequence" else sums.mean(sums.log_ratio)
+    # A sum is bounded, not its terms: single tokens beyond the bound may well make up for each other.
+    raw = ratio.excess if level == "token" else torch.expm1(bound_log_ratio(logs))
+    excess = bounded_excess(raw, threshold)
+    weighted = ratio.response if settings.nonfinite == "neutral" else ratio.valid
+    applied = (1.0 + excess).to(weighted.dtype)
+    if settings.weights.is_per_row:
+        return Weights(logs, raw, excess, applied[:, None] * weighted)
+    applied.mul_(weighted)
     # Where no token is valid, prefixes and turns run on, and bounds without 1 in them leave another weight.
     if level != "token":
         logs, raw = logs * ratio.valid, raw * ratio.valid
-    if level != "token" or not bounds.keeps_one:
+    if level != "token" or not threshold.keeps_one:
         excess = excess * ratio.valid
     return Weights(logs, raw, excess, applied)
-
-
-def sequence_weights(sums: SequenceSums, settings: WeightSettings) -> tuple[Tensor, Tensor, Tensor]:
-    """One weight for all tokens of a sequence, ``[B]``: its logarithm, and ``w - 1`` before and after the
-    threshold.
-
-    sequence: ``exp(sum_t l_t)``, the unbiased ratio of whole responses. geometric: ``exp(mean_t l_t)``, which
-    does not grow with length.
-    """
-    logs = sums.log_ratio if settings.level == "sequence" else sums.mean(sums.log_ratio)
-    # The sum is bounded, not its terms: single tokens beyond the bound may well make up for each other.
-    raw = torch.expm1(bound_log_ratio(logs))
-    return logs, raw, bounded_excess(raw, settings.threshold)
 
 
 def bounded_excess(excess: Tensor, threshold: Threshold) -> Tensor:

@@ -13,9 +13,9 @@ from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import (
     CorrectionStatistics,
     SequenceContext,
+    correct_sequences,
     interpolate_proximal,
     measure,
-    measure_and_apply,
 )
 from verl_rc.data.batches import CriticBatch, TokenScores, TrainBatch
 from verl_rc.losses import (
@@ -206,7 +206,7 @@ def corrected_current(
         advantages=batch.advantages,
         scores=batch.scores,
     )
-    result = measure_and_apply(
+    result = correct_sequences(
         log_probs, _rollout_log_probs(batch), _comparable(batch), config, context, mini_batch
     )
     corrected = batch.clone(recurse=False)

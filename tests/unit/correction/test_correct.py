@@ -9,8 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from verl_rc.config.rollout_correction import REJECTION_RULES, WEIGHT_LEVELS, RolloutCorrectionConfig
 from verl_rc.correction import (
     NonFiniteLogProbError,
-    apply,
+    SequenceContext,
     compute_rollout_correction,
+    correct_sequences,
     measure,
     require_finite,
 )
@@ -18,20 +19,20 @@ from verl_rc.correction import (
 FULL = {"rollout_is": "token", "rollout_rs": "token_k1,seq_max_k3", "rollout_rs_threshold": "0.5_2.0,0.5"}
 
 
-def test_apply_on_parts_with_the_batchs_statistics_equals_the_whole() -> None:
+def test_parts_corrected_with_the_batchs_statistics_equal_the_whole() -> None:
     train, rollout, mask = random_case(7, 6, seed=3)
     config = RolloutCorrectionConfig.model_validate({**FULL, "rollout_is_batch_normalize": True})
     whole = compute_rollout_correction(train, rollout, mask, config)
     statistics = measure(train, rollout, mask, config)
     parts = [
-        apply(train[i : i + 2], rollout[i : i + 2], mask[i : i + 2], config, statistics)
-        for i in range(0, 7, 2)
+        correct_sequences(train[part], rollout[part], mask[part], config, SequenceContext(), statistics)
+        for part in (slice(i, i + 2) for i in range(0, 7, 2))
     ]
     assert whole.weights is not None
     torch.testing.assert_close(
-        torch.cat([weights for weights, _ in parts if weights is not None]), whole.weights
+        torch.cat([part.weights for part in parts if part.weights is not None]), whole.weights
     )
-    assert torch.equal(torch.cat([keep for _, keep in parts]), whole.keep_mask)
+    assert torch.equal(torch.cat([part.keep_mask for part in parts]), whole.keep_mask)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 5), (4, 1), (3, 4)])
@@ -77,9 +78,10 @@ def test_nothing_is_read_from_the_device() -> None:
     config = RolloutCorrectionConfig.model_validate({**FULL, "rollout_is_batch_normalize": True})
     with FakeTensorMode():
         train, rollout, mask = torch.zeros(3, 4), torch.zeros(3, 4), torch.ones(3, 4, dtype=torch.bool)
-        weights, keep = apply(train, rollout, mask, config, measure(train, rollout, mask, config))
-        assert weights is not None
-        assert weights.shape == keep.shape == (3, 4)
+        batch = measure(train, rollout, mask, config)
+        result = correct_sequences(train, rollout, mask, config, SequenceContext(), batch)
+        assert result.weights is not None
+        assert result.weights.shape == result.keep_mask.shape == (3, 4)
 
 
 def everything(level: str) -> RolloutCorrectionConfig:

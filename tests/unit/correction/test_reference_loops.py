@@ -13,7 +13,13 @@ import pytest
 import torch
 
 from verl_rc.config.rollout_correction import REJECTION_RULES, WEIGHT_LEVELS, RolloutCorrectionConfig
-from verl_rc.correction import SequenceContext, apply, compute_rollout_correction, measure
+from verl_rc.correction import (
+    CorrectionStatistics,
+    SequenceContext,
+    compute_rollout_correction,
+    correct_sequences,
+    measure,
+)
 
 SAFE = 20.0
 BOUNDS = {"k1": (0.7, 1.6), "k2": 0.08, "k3": 0.08, "tv": 0.05, "bkl": 0.02, "kpop": 0.03}
@@ -178,11 +184,15 @@ def decide(
     rows = facts["train_log_probs"].shape[0]
     cuts = sorted({0, rows // 7, rows // 3, rows // 3 + 1, rows})
     parts = [[facts[name][start:end] for name in names] for start, end in itertools.pairwise(cuts)]
-    measured = [measure(*part[:3], config, SequenceContext(advantages=part[3])) for part in parts]
-    whole = functools.reduce(lambda one, two: one.merge(two), measured)
-    applied_parts = [apply(*part[:3], config, whole, part[3]) for part in parts]
-    weights = [weight for weight, _ in applied_parts if weight is not None]
-    return torch.cat(weights) if weights else None, torch.cat([keep for _, keep in applied_parts])
+    contexts = [SequenceContext(advantages=advantages) for *_, advantages in parts]
+    measured = [measure(*part[:3], config, context) for part, context in zip(parts, contexts, strict=True)]
+    batch = functools.reduce(CorrectionStatistics.merge, measured)
+    results = [
+        correct_sequences(*part[:3], config, context, batch)
+        for part, context in zip(parts, contexts, strict=True)
+    ]
+    weights = [result.weights for result in results if result.weights is not None]
+    return torch.cat(weights) if weights else None, torch.cat([result.keep_mask for result in results])
 
 
 def kept_positions(row: Row, keep: list[bool]) -> set[int]:
