@@ -76,11 +76,10 @@ def write(services: Services, state: RunState, record: StepRecord) -> None:
     run was asked to stop; with ``save_freq`` <= 0 only when an alert ends the run. With
     ``checkpoint.async_save`` it is only copied here, once the one before is written.
     """
-    step = state.step
-    ends_saved = services.stop.decide() and (
-        services.config.trainer.save_freq > 0 or services.stop.reason is not None
-    )
-    if not services.saves_at(step) and not ends_saved:
+    step, stop = state.step, services.stop
+    stop.accept()
+    saves_last_step = stop.accepted and (services.config.trainer.save_freq > 0 or stop.reason is not None)
+    if not services.saves_at(step) and not saves_last_step:
         return
     with record.stage("save_checkpoint"):
         _commit_begun(services, wait=True)
@@ -102,9 +101,9 @@ def commit(services: Services, step: int) -> None:
     A checkpoint that is still being written is committed after a later step; after the last step it is
     waited for.
     """
-    if services.checkpoints.begun == step:  # the step is saved: who asked meanwhile need not wait for another
-        services.stop.decide()
-    _commit_begun(services, wait=services.stop.ending or step == services.total_steps)
+    if services.checkpoints.begun == step:  # the step is saved: a request that came meanwhile need not wait
+        services.stop.accept()
+    _commit_begun(services, wait=services.stop.accepted or step == services.total_steps)
 
 
 def _commit_begun(services: Services, wait: bool) -> None:

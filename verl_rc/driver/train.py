@@ -135,11 +135,11 @@ def update(
 
 def finish_step(services: Services, state: RunState, record: StepRecord) -> None:
     """Write a checkpoint if one is due, log the step, and commit the checkpoint, in this order: a committed
-    step has metrics. End the run if that was decided."""
+    step has metrics. End the run if a request to end it was accepted."""
     checkpoints.write(services, state, record)
     record.log(services.tracker, state.step, {"training/global_step": state.step})
     checkpoints.commit(services, state.step)
-    services.stop.end_if_decided()
+    services.stop.end_if_accepted()
 
 
 def start(services: Services, state: RunState, publisher: Publisher) -> float | None:
