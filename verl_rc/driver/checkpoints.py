@@ -19,7 +19,7 @@ from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import public_values
 from verl_rc.distributed.child_process import RemoteError
-from verl_rc.driver.announce import say
+from verl_rc.driver.log import log
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 
@@ -39,7 +39,7 @@ def choose(config: RunConfig, run_folder: Path) -> tuple[CheckpointStore, Path |
             lambda folder: _problem(folder, config.needs_critic),
         )
         for message in messages:
-            say("%s", message)
+            log("%s", message)
         if folder is None:
             return store, None, RunState()
         saved = SavedRun.load(folder)
@@ -53,7 +53,7 @@ def choose(config: RunConfig, run_folder: Path) -> tuple[CheckpointStore, Path |
             )
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    say("going on from %s: %d steps are done", folder, saved.state.step)
+    log("going on from %s: %d steps are done", folder, saved.state.step)
     return store, folder, saved.state
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from verl_rc.driver.announce import say
+from verl_rc.driver.log import log
 
 TERMINATED = 143
 """Exit code of a run that was asked to end: 128 + SIGTERM."""
@@ -63,4 +63,4 @@ class StopRequest:
         if self._received_sigterm:
             raise SystemExit(TERMINATED)
         self.requested = self._received_sigterm = True
-        say("SIGTERM: finishing the step, saving it, ending; another SIGTERM ends at once and loses the step")
+        log("SIGTERM: finishing the step, saving it, ending; another SIGTERM ends at once and loses the step")

@@ -12,8 +12,8 @@ from verl_rc.data.dataset import PromptRow
 from verl_rc.data.groups import Group, GroupSample
 from verl_rc.data.parts import Sample
 from verl_rc.data.samples import Samples
-from verl_rc.driver.announce import say
 from verl_rc.driver.group_requests import GroupRequests, end_sample, environment_seed
+from verl_rc.driver.log import log
 from verl_rc.driver.scored_groups import join, record_batch_of_groups, score_groups
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
@@ -84,7 +84,7 @@ class Supply:
         if strategy == "wait":
             oldest = max([oldest, *ages_to_come(self._progress.groups.values(), state.step, batch)])
         if oldest > options.oldest:
-            say(
+            log(
                 "groups of the checkpoint are trained on first, up to %d steps old, the bound is %d",
                 oldest,
                 options.oldest,
@@ -255,7 +255,7 @@ class Supply:
             elapsed, record.seconds.get("gen", 0.0), totals.longest_group
         )
         if step == self._services.total_steps:
-            say("%s", advice(progress.waits, self._options))
+            log("%s", advice(progress.waits, self._options))
 
     # groups on their way to the engines
 
@@ -476,14 +476,14 @@ class Supply:
         elif self._options.is_synchronous:
             raise error
         if group.attempt == 0:
-            say("group %d failed and is sampled once more: %s", group.number, error)
+            log("group %d failed and is sampled once more: %s", group.number, error)
             self._requests.cancel(group.number)
             self._totals.tokens["failed"] += group.num_sampled
             self._open([self._new_group(group.number, group.epoch, group.row, attempt=1)])
             if group.number in progress.groups:
                 self._requests.submit([progress.groups[group.number]], evenly=self._options.is_synchronous)
             return
-        say("group %d failed again and is replaced: %s", group.number, error)
+        log("group %d failed again and is replaced: %s", group.number, error)
         num_decided = len(progress.admission.decided)
         self._leave([group], "failed")
         progress.failed = progress.failed.with_failure(num_decided, str(error))

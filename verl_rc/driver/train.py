@@ -8,9 +8,9 @@ from verl_rc.config.run import RunConfig
 from verl_rc.correction import CorrectionStatistics
 from verl_rc.data.batches import PolicyEvaluations
 from verl_rc.driver import checkpoints, guards, stages
-from verl_rc.driver.announce import say
 from verl_rc.driver.evaluate import validate
 from verl_rc.driver.judge import judge, judge_health
+from verl_rc.driver.log import log
 from verl_rc.driver.report_at_end import draw_curves, report_at_end
 from verl_rc.driver.services import Services
 from verl_rc.driver.setup import open_run
@@ -46,7 +46,7 @@ def train(services: Services, state: RunState) -> None:
     if trainer.val_only:
         return
     if state.step >= services.total_steps:
-        say("all %d steps are done: raise trainer.total_training_steps to go on", services.total_steps)
+        log("all %d steps are done: raise trainer.total_training_steps to go on", services.total_steps)
     while state.step < services.total_steps:
         step = state.step + 1
         record = StepRecord()
@@ -83,14 +83,14 @@ def train(services: Services, state: RunState) -> None:
         state.step = step
         finish_step(services, state, record)
         pace = pace.observed(record.seconds, step, services.placement)
-    say(
+    log(
         "written to %s: %s",
         services.folder,
         ", ".join(sorted(path.name for path in services.folder.iterdir())),
     )
-    say("training curves: %s", draw_curves(services.folder))
+    log("training curves: %s", draw_curves(services.folder))
     if first is not None and last is not None:
-        say("validation accuracy: %.3f -> %.3f", first, last)
+        log("validation accuracy: %.3f -> %.3f", first, last)
 
 
 def update(

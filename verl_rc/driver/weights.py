@@ -16,8 +16,8 @@ from verl_rc.cluster.weight_transport import Receipts
 from verl_rc.data.parts import Sample
 from verl_rc.data.rollout_batch import build_rollout_batch, check_versions
 from verl_rc.distributed.child_process import RemoteError
-from verl_rc.driver.announce import say
 from verl_rc.driver.guards import require_exact
+from verl_rc.driver.log import log
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.metrics import Metric, Reduction
@@ -174,7 +174,7 @@ class Publisher:
             ) from lost
         # with its node, a rank is lost too, and there is no place for the engine
         services.actor.processes.require_nodes()
-        say("replacing %d rollout engine(s): %s", len(lost.engines), str(lost).partition("\n")[0])
+        log("replacing %d rollout engine(s): %s", len(lost.engines), str(lost).partition("\n")[0])
         services.engines.replace(lost.engines, services.config.trainer.ready_timeout_seconds)
         services.engines.sleep()
         services.transport.open()

@@ -750,7 +750,7 @@ def test_lengths_that_differ_are_an_alert_after_twenty_steps(
 
 def test_the_end_says_how_long_the_trainer_waited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("verl_rc.driver.supply.say", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr("verl_rc.driver.supply.log", lambda text, *values: said.append(text % values))
     run(tmp_path, OWN_DEVICES, world=World(), **LEAD)
     (line,) = [one for one in said if "waited" in one]
     assert line.startswith("the trainer waited for samples ")

@@ -180,7 +180,7 @@ def test_the_closing_line_is_about_two_validations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frequency: int, said: list[str]
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(train, "say", lambda message, *numbers: lines.append(message % numbers))
+    monkeypatch.setattr(train, "log", lambda message, *numbers: lines.append(message % numbers))
     monkeypatch.setattr(train, "validate", lambda *arguments: (arguments[-1] + 1) / 10)
     live(tmp_path, RunState(), None, "trainer.val_before_train=True", f"trainer.test_freq={frequency}")
     assert [line for line in lines if line.startswith("validation")] == said
