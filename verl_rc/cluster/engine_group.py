@@ -7,7 +7,7 @@ from typing import Any
 
 from verl_rc.cluster.engine_work import EngineWork, Request, num_unfinished
 from verl_rc.cluster.placement import Placement
-from verl_rc.cluster.remote import Pending, RemoteProcess, answers, wait_for_all
+from verl_rc.cluster.remote import Pending, RemoteProcess, as_completed, wait_for_all
 from verl_rc.data.parts import Sample
 from verl_rc.distributed.child_process import HangError, ProcessLostError, RemoteError
 from verl_rc.metrics.trace import TRACE
@@ -104,7 +104,8 @@ class EngineGroup:
             self._engines[engine].build(self._options.worker, options=self._options) for engine in engines
         ]
         answer_by_call = {
-            item.reference: answer for item, answer in answers(starting, timeout_seconds, _START_TIMEOUT_KEY)
+            item.reference: answer
+            for item, answer in as_completed(starting, timeout_seconds, _START_TIMEOUT_KEY)
         }
         lost = {
             engine: answer_by_call[item.reference]
@@ -115,19 +116,19 @@ class EngineGroup:
             raise EnginesLostError(lost, {})
 
     def wait(
-        self, pending: Mapping[int, Pending], beside: Sequence[Pending] = ()
+        self, pending: Mapping[int, Pending], peers: Sequence[Pending] = ()
     ) -> tuple[dict[int, Any], list[Any]]:
-        """Wait for the answers of engines, by number, and of the processes they communicate with, ``beside``.
+        """Wait for the answers of engines, by number, and of the processes they communicate with, ``peers``.
 
         Raises ``EnginesLostError`` when an engine died (failures that follow from its death do not count), or
         did not answer in time for no other reason. In a transfer a hanging engine can block others: all
         engines without an answer count as lost. Otherwise raises the first failure, preferably one that is
         not the consequence of another.
         """
-        calls = [*pending.values(), *beside]
+        calls = [*pending.values(), *peers]
         answer_by_call = {
             item.reference: answer
-            for item, answer in answers(calls, self._timeout_seconds, _TIMEOUT_KEY, _GRACE_SECONDS)
+            for item, answer in as_completed(calls, self._timeout_seconds, _TIMEOUT_KEY, _GRACE_SECONDS)
         }
         answers_by_engine = {engine: answer_by_call[item.reference] for engine, item in pending.items()}
         lost = {
@@ -156,7 +157,7 @@ class EngineGroup:
             raise EnginesLostError(lost, answered)
         if failures:
             raise [*causes, *failures][0]
-        return answers_by_engine, [answer_by_call[item.reference] for item in beside]
+        return answers_by_engine, [answer_by_call[item.reference] for item in peers]
 
     def facts(self) -> EngineFacts:
         """Properties of the first engine; all engines are alike."""
@@ -311,12 +312,12 @@ class EngineGroup:
         busy = self._work.num_busy()
         interrupted = dict[int, Interrupted]()
 
-        def record(answers: Mapping[int, Interrupted]) -> None:
-            self._work.record_parts(answers)
-            interrupted.update(answers)
+        def record(as_completed: Mapping[int, Interrupted]) -> None:
+            self._work.record_parts(as_completed)
+            interrupted.update(as_completed)
 
         self._record({engine: self._engines[engine].call("interrupted") for engine in busy}, record, on_loss)
-        ended = {engine: self._engines[engine].call("collect", 0, 0.0, what="generate") for engine in busy}
+        ended = {engine: self._engines[engine].call("collect", 0, 0.0, task="generate") for engine in busy}
         self._record(ended, self._work.record, on_loss)
         return self._work.take_ended(), interrupted
 
@@ -385,7 +386,7 @@ class EngineGroup:
         """Wait until each of these engines has finished its number of samples, and store them."""
         self._go_on_after_losses()
         pending = {
-            engine: self._engines[engine].call("collect", number, wait_seconds, what="generate")
+            engine: self._engines[engine].call("collect", number, wait_seconds, task="generate")
             for engine, number in at_least.items()
         }
         self._record(pending, self._work.record, on_loss)

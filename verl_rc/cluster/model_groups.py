@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from verl_rc.cluster.rank_group import RankGroup
-from verl_rc.cluster.remote import Beside, Pending, RemoteProcess, wait_for_all
+from verl_rc.cluster.remote import Pending, RemoteProcess, WhileWaiting, wait_for_all
 from verl_rc.config.task import RewardModelConfig
 from verl_rc.data.batches import CriticBatch, Timed, TokenBatch, TokenScores, TrainBatch
 from verl_rc.data.microbatch import MicroBatchLimit
@@ -34,17 +34,19 @@ class ActorGroup(RankGroup):
     worker = "verl_rc.workers.policy_worker:PolicyWorker"
 
     def compute_log_probs(
-        self, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
+        self, tokens: TokenBatch, limit: MicroBatchLimit, while_waiting: WhileWaiting | None = None
     ) -> Timed[TokenScores]:
         """Log-probs, entropies and, where needed, sums of squared probabilities and varentropies of all rows,
         each ``[B, R]``, under the current weights."""
-        return self.score("compute_log_probs", tokens, limit, beside).map(lambda scores: TokenScores(*scores))
+        return self.score("compute_log_probs", tokens, limit, while_waiting).map(
+            lambda scores: TokenScores(*scores)
+        )
 
     def compute_reference_log_probs(
-        self, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
+        self, tokens: TokenBatch, limit: MicroBatchLimit, while_waiting: WhileWaiting | None = None
     ) -> Timed[Tensor]:
         """Log-probs ``[B, R]`` of all rows with LoRA adapters switched off."""
-        return self.score_one("compute_reference_log_probs", tokens.without_experts(), limit, beside)
+        return self.score_one("compute_reference_log_probs", tokens.without_experts(), limit, while_waiting)
 
     def update(
         self,
@@ -52,11 +54,11 @@ class ActorGroup(RankGroup):
         mini_batches: Sequence[MiniBatch],
         limit: MicroBatchLimit,
         request: UpdateRequest,
-        beside: Beside | None = None,
+        while_waiting: WhileWaiting | None = None,
     ) -> Timed[ActorReport]:
         """One optimizer step per mini-batch on all ranks. Merges all reports."""
         arguments = [(*part, request) for part in self.split(batch, mini_batches, limit)]
-        return self.call_update(arguments, beside).map(_merged)
+        return self.call_update(arguments, while_waiting).map(_merged)
 
     def manifest(self, whole: bool) -> Manifest:
         """The manifest of a weight update: of all tensors, or of those that training changes."""
@@ -100,27 +102,27 @@ class CriticGroup(RankGroup):
     worker = "verl_rc.workers.critic_worker:CriticWorker"
 
     def compute_values(
-        self, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
+        self, tokens: TokenBatch, limit: MicroBatchLimit, while_waiting: WhileWaiting | None = None
     ) -> Timed[Tensor]:
         """Values ``[B, R]`` of all rows."""
-        return self.score_one("compute_values", tokens.without_experts(), limit, beside)
+        return self.score_one("compute_values", tokens.without_experts(), limit, while_waiting)
 
     def update(
         self,
         batch: CriticBatch,
         mini_batches: Sequence[MiniBatch],
         limit: MicroBatchLimit,
-        beside: Beside | None = None,
+        while_waiting: WhileWaiting | None = None,
     ) -> Timed[UpdateReport]:
         """One optimizer step per mini-batch on all ranks. Merges all reports."""
-        return self.call_update(self.split(batch, mini_batches, limit), beside).map(_merged)
+        return self.call_update(self.split(batch, mini_batches, limit), while_waiting).map(_merged)
 
 
 class FrozenGroup(RankGroup):
     """All ranks of a policy that only scores."""
 
     def compute_log_probs(
-        self, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
+        self, tokens: TokenBatch, limit: MicroBatchLimit, while_waiting: WhileWaiting | None = None
     ) -> Timed[TokenScores]:
         """Log-probs of all rows under the policy; of a teacher, also its most likely tokens where
         the loss reads them."""
@@ -131,7 +133,9 @@ class FrozenGroup(RankGroup):
             top_tokens = {"top_ids": top[0].long(), "top_log_probs": top[1]} if top else {}
             return TokenScores(log_probs, None, **top_tokens)
 
-        return self.score("compute_log_probs", tokens.without_experts(), limit, beside).map(token_scores)
+        return self.score("compute_log_probs", tokens.without_experts(), limit, while_waiting).map(
+            token_scores
+        )
 
 
 class ReferenceGroup(FrozenGroup):

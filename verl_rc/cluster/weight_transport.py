@@ -96,7 +96,7 @@ class BroadcastTransport(WeightTransport):
         host, port = self._actor.processes.listen()
         address = TransferAddress(host, port, 1 + self._engines.num_engines * self._workers_per_engine)
         joining = self._actor.join_transfer(address)
-        self._engines.wait(self._engines.join_transfer(address, self._workers_per_engine), beside=joining)
+        self._engines.wait(self._engines.join_transfer(address, self._workers_per_engine), peers=joining)
 
     def deliver(self, version: int) -> tuple[SendReceipt, Receipts]:
         """See ``WeightTransport``."""
@@ -104,14 +104,14 @@ class BroadcastTransport(WeightTransport):
         whole = self._begin()
         receiving = self._engines.receive_weights(self.manifest, self._bucket_bytes, version)
         sending = self._actor.send_weights(whole)
-        received, sent = self._engines.wait(receiving, beside=sending)
+        received, sent = self._engines.wait(receiving, peers=sending)
         return sent[0], list(received.values())
 
     def stage(self, version: int) -> None:
         """See ``WeightTransport``."""
         whole = self._begin()
         receiving = self._engines.stage_weights(self.manifest, self._bucket_bytes)
-        _, sent = self._engines.wait(receiving, beside=self._actor.send_weights(whole))
+        _, sent = self._engines.wait(receiving, peers=self._actor.send_weights(whole))
         self._engines.load_staged(version)
         self.staged = Staged(version, sent[0])
 

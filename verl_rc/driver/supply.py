@@ -360,7 +360,7 @@ class Supply:
         with record.stage("admit"):
             self._replace_missing()
 
-    def beside(self) -> None:
+    def decide_ended_groups(self) -> None:
         """Decide groups that ended while the trainer works, so that their replacements begin at once."""
         if not self._requests or self._options.deterministic_steps is not None:
             return

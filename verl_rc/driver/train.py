@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 
 from verl_rc.checkpoint import RunState
-from verl_rc.cluster.remote import Beside
+from verl_rc.cluster.remote import WhileWaiting
 from verl_rc.config.run import RunConfig
 from verl_rc.correction import CorrectionStatistics
 from verl_rc.data.batches import PolicyEvaluations
@@ -51,7 +51,7 @@ def train(services: Services, state: RunState) -> None:
         step = state.step + 1
         record = StepRecord()
         samples = supply.take(record)
-        evaluations = stages.evaluate(services, samples.rollouts, step, record, supply.beside)
+        evaluations = stages.evaluate(services, samples.rollouts, step, record, supply.decide_ended_groups)
         control = Control.from_config(config.algorithm, state.control)
         with record.stage("adv"):
             scored = build_train_batch(
@@ -62,7 +62,7 @@ def train(services: Services, state: RunState) -> None:
         state.health, state.rollout_gap_limit = findings.health, findings.next_gap_limit
         state.rewards = state.rewards.with_scores(samples.scores, trainer.alerts.reward_window)
         updated = (
-            update(services, state, scored, evaluations, control, record, supply.beside)
+            update(services, state, scored, evaluations, control, record, supply.decide_ended_groups)
             if services.guards.decide_update(state.rewards, samples, scored, findings, record, step)
             else None
         )
@@ -100,10 +100,9 @@ def update(
     evaluations: PolicyEvaluations,
     control: Control,
     record: StepRecord,
-    beside: Beside,
+    while_waiting: WhileWaiting,
 ) -> CorrectionStatistics | None:
-    """Update the critic, and the actor once the critic's warm-up is over, and do ``beside`` while they
-    compute.
+    """Update the critic, and the actor once the critic's warm-up is over.
 
     Returns the statistics of rollout correction in the actor, None where the driver corrects.
     """
@@ -111,14 +110,14 @@ def update(
     step = state.step + 1
     correction = config.algorithm.rollout_correction
     limit = config.trainer.max_nonfinite_updates
-    critic_steps = stages.update_critic(services, scored, evaluations, step, record, beside)
+    critic_steps = stages.update_critic(services, scored, evaluations, step, record, while_waiting)
     state.nonfinite_critic_updates = count_nonfinite_updates(
         state.nonfinite_critic_updates, "critic", critic_steps, limit
     )
     if step < config.trainer.critic_warmup:
         guards.withhold(scored.batch, record)
         return None
-    report = stages.update_actor(services, state, scored.batch, control, record, beside)
+    report = stages.update_actor(services, state, scored.batch, control, record, while_waiting)
     state.skipped_updates = count_skipped_updates(
         state.skipped_updates, report.kept_tokens, correction.max_skipped_updates
     )

@@ -52,7 +52,7 @@ class Engine:
         self.parts: list[list[int]] = []
         """Tokens that each submitted sample came with."""
 
-    def call(self, method: str, *arguments: Any, what: str | None = None) -> Call:
+    def call(self, method: str, *arguments: Any, task: str | None = None) -> Call:
         if self.failure:
             return Call(self.failure)
         if method == "submit":
@@ -73,7 +73,7 @@ class Engine:
         if method in ("resume", "finish", "cancel"):
             self.told.append((method, *arguments))
             return Call(None)
-        assert (method, what) == ("collect", "generate")
+        assert (method, task) == ("collect", "generate")
         at_least, _ = arguments
         taken, self.ended = self.ended[:at_least], self.ended[at_least:]
         failures = {one.number: "the tool failed" for one in taken if one.request.seed in self.fails}
@@ -92,10 +92,10 @@ class Engine:
 def group_of(
     num_engines: int, monkeypatch: pytest.MonkeyPatch, deterministic_steps: int | None = None
 ) -> tuple[EngineGroup, list[Engine]]:
-    def answers(calls: Sequence[Call], *_: Any) -> Iterator[tuple[Call, Any]]:
+    def as_completed(calls: Sequence[Call], *_: Any) -> Iterator[tuple[Call, Any]]:
         return ((call, call.answer) for call in calls)
 
-    monkeypatch.setattr(engine_group, "answers", answers)
+    monkeypatch.setattr(engine_group, "as_completed", as_completed)
     group = EngineGroup.__new__(EngineGroup)
     engines = [Engine() for _ in range(num_engines)]
     vars(group).update(_engines=engines, _timeout_seconds=1.0, _work=EngineWork(num_engines), _replaced=set())
@@ -212,8 +212,8 @@ def test_what_an_update_cut_is_known_and_a_lost_engines_samples_continue_from_th
 def whole_answers(call: Any) -> Any:
     """Of ``call``, where asking for no sample at least gives all that have ended."""
 
-    def answered(self: Engine, method: str, *arguments: Any, what: str | None = None) -> Call:
-        return call(self, method, *((len(self.ended), 0.0) if method == "collect" else arguments), what=what)
+    def answered(self: Engine, method: str, *arguments: Any, task: str | None = None) -> Call:
+        return call(self, method, *((len(self.ended), 0.0) if method == "collect" else arguments), task=task)
 
     return answered
 

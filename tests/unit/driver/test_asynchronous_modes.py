@@ -258,9 +258,11 @@ def test_ages_are_those_of_the_plan(tmp_path: Path, every: int, staleness: int, 
             super().__init__()
             self.updates_before: list[int] = []
 
-        def compute_log_probs(self, tokens: TokenBatch, limit: Any, beside: Any = None) -> Timed[TokenScores]:
+        def compute_log_probs(
+            self, tokens: TokenBatch, limit: Any, while_waiting: Any = None
+        ) -> Timed[TokenScores]:
             self.updates_before.append(self.updates)
-            return super().compute_log_probs(tokens, limit, beside)
+            return super().compute_log_probs(tokens, limit, while_waiting)
 
     world, steps = Watching(), 7
     mode = {
@@ -363,9 +365,11 @@ class Sharing(Slow):
         assert not self.under_way
         self.awake = False
 
-    def compute_log_probs(self, tokens: TokenBatch, limit: Any, beside: Any = None) -> Timed[TokenScores]:
+    def compute_log_probs(
+        self, tokens: TokenBatch, limit: Any, while_waiting: Any = None
+    ) -> Timed[TokenScores]:
         assert self.updates == 0 or not self.awake, "the engines hold the devices"
-        return super().compute_log_probs(tokens, limit, beside)
+        return super().compute_log_probs(tokens, limit, while_waiting)
 
 
 def test_engines_that_share_devices_end_what_they_have_before_training(tmp_path: Path) -> None:
@@ -442,11 +446,13 @@ def test_what_replaces_a_group_begins_while_the_trainer_works(tmp_path: Path) ->
             self.submitted_in_updates += len(requests) * self.training
             return super().submit(requests, options, **_)
 
-        def compute_log_probs(self, tokens: TokenBatch, limit: Any, beside: Any = None) -> Timed[TokenScores]:
-            if beside is not None:  # canary tokens are evaluated without
+        def compute_log_probs(
+            self, tokens: TokenBatch, limit: Any, while_waiting: Any = None
+        ) -> Timed[TokenScores]:
+            if while_waiting is not None:  # canary tokens are evaluated without
                 self.evaluations_served += 1
-                beside()
-            return super().compute_log_probs(tokens, limit, beside)
+                while_waiting()
+            return super().compute_log_probs(tokens, limit, while_waiting)
 
         def update(self, *arguments: Any) -> Any:
             self.training = True
