@@ -347,12 +347,12 @@ class Supply:
         """
         with record.stage("gen", numbers=list(awaited)):
             began = time.perf_counter()
-            on_loss = self._publisher.replacing(version, record)
+            replace_lost = self._publisher.engine_replacer(version, record)
             if self._options.deterministic_steps is None:
-                ended = self._services.engines.collect(_POLL_SECONDS, on_loss)
+                ended = self._services.engines.collect(_POLL_SECONDS, replace_lost)
             else:
                 ended = self._requests.requests_of(awaited)
-                self._services.engines.wait_for(ended, on_loss)
+                self._services.engines.wait_for(ended, replace_lost)
             whole = self._file(ended)
             record.add_busy("gen", time.perf_counter() - began)
         with record.stage("reward"):
@@ -381,7 +381,7 @@ class Supply:
         """Collect the samples that ended before a publication, and the tokens so far of those that it cut."""
         with record.stage("update_weights"):
             ended, interrupted = self._services.engines.collect_parts(
-                self._publisher.replacing(version, record)
+                self._publisher.engine_replacer(version, record)
             )
             record.add(pause_metrics(list(interrupted.values())))
             whole = self._file(ended)

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from verl_rc.checkpoint import RunState
-from verl_rc.cluster.engine_group import EnginesLostError, OnLoss
+from verl_rc.cluster.engine_group import EngineReplacer, EnginesLostError
 from verl_rc.cluster.engine_work import Request
 from verl_rc.cluster.weight_transport import Receipts
 from verl_rc.data.parts import Sample
@@ -96,7 +96,7 @@ class Publisher:
         transport.staged = None
         return True
 
-    def replacing(self, version: int, record: StepRecord) -> OnLoss:
+    def engine_replacer(self, version: int, record: StepRecord) -> EngineReplacer:
         """What to do about engines that are lost while samples are waited for: new ones take their places,
         and all get the trainer's weights as ``version``, with proof."""
 
@@ -121,8 +121,8 @@ class Publisher:
         """
         version = self._state.step
         with record.stage("sync_canary"):
-            on_loss = self.replacing(version, record)
-            answers = [self._services.engines.finish(of_engine, on_loss) for of_engine in requests]
+            replace_lost = self.engine_replacer(version, record)
+            answers = [self._services.engines.finish(of_engine, replace_lost) for of_engine in requests]
             self._judge_answers(answers, version, record)
 
     def _add_size(self, record: StepRecord) -> None:

@@ -24,7 +24,7 @@ class Call:
     """A call that has been answered."""
 
     def __init__(self, answer: Any) -> None:
-        self.answer, self.reference = answer, object()
+        self.answer = answer
 
 
 class ProcessHere:

@@ -53,7 +53,7 @@ class Slow(World):
         self.ended: set[int] = set()
         self.published: list[int] = []
 
-    def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+    def look(self, wait_seconds: float, replace_lost: Any = None) -> list[int]:
         running = sorted(self.under_way - self.ended)
         self.ended |= {number for number in running if self.rng.random() < 0.3} or set(running[:1])
         return sorted(self.ended & self.under_way)
@@ -197,7 +197,7 @@ def test_by_completion_a_batch_does_not_wait_for_a_straggler_that_may_come_later
     class Straggling(Slow):
         """The first sample ends last."""
 
-        def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+        def look(self, wait_seconds: float, replace_lost: Any = None) -> list[int]:
             running = sorted(self.under_way - self.ended)
             self.ended |= set(running[-1:])
             return sorted(self.ended & self.under_way)
@@ -227,7 +227,7 @@ def test_the_wait_for_older_groups_is_told_from_the_wait_for_a_batch(
     monkeypatch.setattr("verl_rc.driver.supply.time", clock)
 
     class InReverse(Slow):
-        def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+        def look(self, wait_seconds: float, replace_lost: Any = None) -> list[int]:
             running = sorted(self.under_way - self.ended)
             self.ended |= set(running[-2:])  # a group
             return sorted(self.ended & self.under_way)
@@ -477,11 +477,11 @@ def test_an_engine_lost_while_the_trainer_works_is_replaced_afterwards(tmp_path:
     class LostInUpdate(Slow):
         lost = 0
 
-        def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
-            if on_loss is None:
+        def look(self, wait_seconds: float, replace_lost: Any = None) -> list[int]:
+            if replace_lost is None:
                 self.lost += 1
                 raise EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {})
-            return super().look(wait_seconds, on_loss)
+            return super().look(wait_seconds, replace_lost)
 
         def update(self, *arguments: Any) -> Any:
             arguments[-1]()
@@ -676,8 +676,8 @@ class Hanging(Slow):
         self.hung = numbers[1] if self.hung is None else self.hung
         return numbers
 
-    def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
-        super().look(wait_seconds, on_loss)
+    def look(self, wait_seconds: float, replace_lost: Any = None) -> list[int]:
+        super().look(wait_seconds, replace_lost)
         return sorted((self.ended & self.under_way) - {self.hung})
 
 
@@ -698,7 +698,7 @@ def test_groups_that_grow_too_old_are_dropped_and_replaced(tmp_path: Path) -> No
     class OneIsSlow(Slow):
         """All ends at once, but the first sample of all."""
 
-        def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+        def look(self, wait_seconds: float, replace_lost: Any = None) -> list[int]:
             return sorted(self.under_way - {0})
 
     mode = {
