@@ -109,14 +109,14 @@ class World:
     def begin_steps(self) -> None:
         pass
 
-    def collect_parts(self, on_loss: Any = None) -> tuple[list[Request], dict[int, Any]]:
+    def collect_parts(self, replace_lost: Any = None) -> tuple[list[Request], dict[int, Any]]:
         """No update cuts a response: each is sampled at once."""
         return [], {}
 
-    def collect(self, wait_seconds: float, on_loss: Any = None) -> list[Request]:
-        return self.hand_over(self.look(wait_seconds, on_loss))
+    def collect(self, wait_seconds: float, replace_lost: Any = None) -> list[Request]:
+        return self.hand_over(self.look(wait_seconds, replace_lost))
 
-    def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+    def look(self, wait_seconds: float, replace_lost: Any = None) -> list[int]:
         """The numbers of the requests that have ended."""
         if self.failure is not None:
             raise self.failure
@@ -143,7 +143,7 @@ class World:
         self.under_way -= numbers
 
     def generate(
-        self, requests: Sequence[GenerationRequest], options: Any, on_loss: Any = None
+        self, requests: Sequence[GenerationRequest], options: Any, replace_lost: Any = None
     ) -> list[Sample]:
         assert not self.under_way, "validation and canaries sample alone"
         return self.sample(requests)
@@ -171,7 +171,7 @@ class World:
         self.canaries.append(self.sample(requests))
         return [[-len(self.canaries)]]
 
-    def finish(self, numbers: Sequence[int], on_loss: Any = None) -> list[Sample]:
+    def finish(self, numbers: Sequence[int], replace_lost: Any = None) -> list[Sample]:
         (number,) = numbers
         return self.canaries[-number - 1]
 
@@ -193,7 +193,9 @@ class World:
 
     # the actor
 
-    def compute_log_probs(self, tokens: TokenBatch, limit: Any, beside: Any = None) -> Timed[TokenScores]:
+    def compute_log_probs(
+        self, tokens: TokenBatch, limit: Any, while_waiting: Any = None
+    ) -> Timed[TokenScores]:
         log_probs = log_probs_of(tokens.responses, self.trained)
         return Timed(TokenScores(log_probs, torch.ones_like(log_probs)), 0.5)
 
@@ -203,7 +205,7 @@ class World:
         mini_batches: Sequence[MiniBatch],
         limit: Any,
         request: UpdateRequest,
-        beside: Any = None,
+        while_waiting: Any = None,
     ) -> Timed[ActorReport]:
         """In step 2 the first gradient is not finite and the other mini-batches are empty; in step 3 all are
         empty."""
@@ -233,7 +235,9 @@ class World:
 class Reference(World):
     """A policy that stays where it was."""
 
-    def compute_log_probs(self, tokens: TokenBatch, limit: Any, beside: Any = None) -> Timed[TokenScores]:
+    def compute_log_probs(
+        self, tokens: TokenBatch, limit: Any, while_waiting: Any = None
+    ) -> Timed[TokenScores]:
         return Timed(TokenScores(log_probs_of(tokens.responses, 0.3), None), 0.5)
 
 

@@ -122,8 +122,8 @@ class RetokenisingEngines(EngineGroup):
         vars(self).update(vars(run.services.engines))
         self._run = run
 
-    def collect(self, wait_seconds: float, on_loss: Any = None) -> list[Request]:
-        ended = super().collect(wait_seconds, on_loss)
+    def collect(self, wait_seconds: float, replace_lost: Any = None) -> list[Request]:
+        ended = super().collect(wait_seconds, replace_lost)
         for request in ended:
             request.outcome = self._retokenised(request.sample)
         return ended

@@ -59,7 +59,7 @@ class Engines:
     def begin_steps(self) -> None:
         """Samples end as soon as they are submitted."""
 
-    def collect(self, wait_seconds: float, on_loss: Any) -> list[Request]:
+    def collect(self, wait_seconds: float, replace_lost: Any) -> list[Request]:
         ended, self.under_way = self.under_way, []
         return ended
 

@@ -5,13 +5,13 @@ import sys
 from verl_rc.config.load import run_with_config
 from verl_rc.config.run import RunConfig
 from verl_rc.distributed.child_process import importing
-from verl_rc.driver.announce import say, speak_on_stdout
+from verl_rc.driver.log import log, log_to_stdout
 
 
 def train(config: RunConfig) -> None:
     """Hand a valid configuration over."""
-    speak_on_stdout()
-    say("loading ray and torch, starting Ray …")
+    log_to_stdout()
+    log("loading ray and torch, starting Ray …")
     with importing():
         # ray loads only once the configuration is valid
         from verl_rc.cluster.ray_session import RayStartError, start_ray_in_background  # noqa: PLC0415

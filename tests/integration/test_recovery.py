@@ -31,8 +31,8 @@ def sample(run: RealRun, record: StepRecord | None = None) -> list[list[tuple[in
     options = SamplingOptions.for_training(
         run.services.config.actor_rollout_ref.rollout, run.services.stop_token_ids
     )
-    on_loss = run.publisher.replacing(0, record or StepRecord())
-    samples = run.services.engines.generate(requests, options, on_loss)
+    replace_lost = run.publisher.engine_replacer(0, record or StepRecord())
+    samples = run.services.engines.generate(requests, options, replace_lost)
     return [of_parts(one.parts) for one in samples]
 
 

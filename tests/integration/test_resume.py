@@ -89,7 +89,7 @@ def test_a_broken_newest_checkpoint_falls_back_and_another_model_is_refused(
     shutil.copytree(whole_run, tmp_path / "broken")
     (tmp_path / "broken" / "global_step_4" / "run_state.json").write_text("{")
     said: list[str] = []
-    monkeypatch.setattr(checkpoints, "say", lambda message, *given: said.append(message % given))
+    monkeypatch.setattr(checkpoints, "log", lambda message, *given: said.append(message % given))
     options = [f"trainer.default_local_dir={tmp_path / 'broken'}", "actor_rollout_ref.model.lora_rank=4"]
     assert "lora_rank was 0, now it is 4" in refusal([*overrides, *options])
     assert "falling back to" in said[0]

@@ -1,7 +1,6 @@
 """Files of a checkpoint, read with one error for all that can be wrong with them."""
 
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +26,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return plain
 
 
-def read_tensors(path: Path, what: str) -> dict[str, Any]:
-    """A mapping with tensors, on the CPU; ``what`` names it. Raises ``CheckpointError`` when the file is
+def read_tensors(path: Path, contents: str) -> dict[str, Any]:
+    """A mapping with tensors, on the CPU; ``contents`` names it. Raises ``CheckpointError`` when the file is
     missing or broken."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise _missing(path) from None
-    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        reason = str(error).partition("\n")[0]
+    except Exception as error:  # a broken pickle can raise anything
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise CheckpointError(
-            f"{path} must hold {what}, but reading it gave: {reason}. Use another checkpoint."
+            f"{path} must hold {contents}, but reading it gave {reason}. Use another checkpoint."
         ) from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path} must hold {what}, got {type(state).__name__}. Use another checkpoint.")
+        raise CheckpointError(
+            f"{path} must hold {contents}, got {type(state).__name__}. Use another checkpoint."
+        )
     return state
 
 

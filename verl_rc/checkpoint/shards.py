@@ -266,18 +266,19 @@ def _differences(
 def _raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Turn a failure on any rank into a ``CheckpointError`` on all ranks, so that none waits in a
     collective."""
-    problem = None
+    problem, cause = None, None
     try:
         yield
-    except (CheckpointError, OSError, RuntimeError) as error:
-        problem = str(error)
+    except Exception as error:  # noqa: BLE001  (an exception of any type keeps this rank from the collective)
+        problem = str(error) if isinstance(error, (CheckpointError, OSError)) else repr(error)
+        cause = error
     problems = [problem]
     if dist.is_initialized():
         problems *= dist.get_world_size()
         dist.all_gather_object(problems, problem, group=group)
     messages = {text for text in problems if text is not None}
     if messages:
-        raise CheckpointError(" ".join(sorted(messages)))
+        raise CheckpointError(" ".join(sorted(messages))) from cause
 
 
 def _rank() -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl_rc.cluster.engine_work import EngineWork, Request, num_unfinished
 from verl_rc.cluster.placement import Placement
-from verl_rc.cluster.remote import Pending, RemoteProcess, answers, wait_for_all
+from verl_rc.cluster.remote import Pending, RemoteProcess, as_completed, wait_for_all
 from verl_rc.data.parts import Sample
 from verl_rc.distributed.child_process import HangError, ProcessLostError, RemoteError
 from verl_rc.metrics.trace import TRACE
@@ -37,8 +37,8 @@ class EnginesLostError(RemoteError):
         self.answered = dict(answered)
 
 
-OnLoss = Callable[[EnginesLostError], None]
-"""Replaces engines that are lost during generation."""
+EngineReplacer = Callable[[EnginesLostError], None]
+"""Replaces the lost engines and sends weights to all engines, or raises."""
 
 
 class EngineGroup:
@@ -65,8 +65,8 @@ class EngineGroup:
         self._work = EngineWork(len(self._engines))
         self._replaced: set[int] = set()
         """Replaced engines that have not yet received the unfinished samples of their predecessors."""
-        self._submitting: list[dict[int, Pending]] = []
-        """Submissions whose answer is still to come."""
+        self._submissions: list[dict[int, Pending]] = []
+        """Calls of ``submit`` whose answer is still to come."""
         self._process_group_backend = "gloo" if placement.device == "cpu" else "nccl"
 
     @property
@@ -88,8 +88,8 @@ class EngineGroup:
         return [process.build(options.worker, options=options) for process in self._engines]
 
     def num_held(self, engines: Sequence[int]) -> int:
-        """How many requests these engines hold that have not ended; one that was replaced and got nothing yet
-        holds none."""
+        """Number of unfinished requests of these engines; a replaced engine holds none until they are
+        submitted again."""
         return len(self._work.unfinished(set(engines) - self._replaced))
 
     def replace(self, engines: Sequence[int], timeout_seconds: float) -> None:
@@ -100,63 +100,49 @@ class EngineGroup:
         for engine in engines:
             self._engines[engine].replace()
         self._replaced |= set(engines)
-        starting = [
+        starts = [
             self._engines[engine].build(self._options.worker, options=self._options) for engine in engines
         ]
-        answer_by_call = {
-            item.reference: answer for item, answer in answers(starting, timeout_seconds, _START_TIMEOUT_KEY)
-        }
-        lost = {
-            engine: answer_by_call[item.reference]
-            for engine, item in zip(engines, starting, strict=True)
-            if isinstance(answer_by_call[item.reference], RemoteError)
-        }
+        results = dict(as_completed(starts, timeout_seconds, _START_TIMEOUT_KEY))
+        failures = {engine: results[start] for engine, start in zip(engines, starts, strict=True)}
+        lost = {engine: error for engine, error in failures.items() if isinstance(error, RemoteError)}
         if lost:
             raise EnginesLostError(lost, {})
 
     def wait(
-        self, pending: Mapping[int, Pending], beside: Sequence[Pending] = ()
+        self, pending: Mapping[int, Pending], peers: Sequence[Pending] = ()
     ) -> tuple[dict[int, Any], list[Any]]:
-        """Wait for the answers of engines, by number, and of the processes they communicate with, ``beside``.
+        """Wait for the answers of engines, by number, and of ``peers``, the processes they communicate with.
 
-        Raises ``EnginesLostError`` when an engine died (failures that follow from its death do not count), or
-        did not answer in time for no other reason. In a transfer a hanging engine can block others: all
-        engines without an answer count as lost. Otherwise raises the first failure, preferably one that is
-        not the consequence of another.
+        Raises ``EnginesLostError`` when an engine died, or when one did not answer in time and no process
+        failed of itself. Failures that follow from an engine's death do not count. In a transfer a hanging
+        engine can block others, so all engines without an answer count as lost. Otherwise raises the first
+        failure, preferably one that does not follow from another.
         """
-        calls = [*pending.values(), *beside]
-        answer_by_call = {
-            item.reference: answer
-            for item, answer in answers(calls, self._timeout_seconds, _TIMEOUT_KEY, _GRACE_SECONDS)
-        }
-        answers_by_engine = {engine: answer_by_call[item.reference] for engine, item in pending.items()}
-        lost = {
-            engine: answer
-            for engine, answer in answers_by_engine.items()
-            if isinstance(answer, ProcessLostError)
-        }
+        calls = [*pending.values(), *peers]
+        results = dict(as_completed(calls, self._timeout_seconds, _TIMEOUT_KEY, _GRACE_SECONDS))
+        by_engine = {engine: results[call] for engine, call in pending.items()}
+        lost = {engine: error for engine, error in by_engine.items() if isinstance(error, ProcessLostError)}
         failures = [
-            answer
-            for answer in answer_by_call.values()
-            if isinstance(answer, RemoteError) and answer not in lost.values()
+            error
+            for error in results.values()
+            if isinstance(error, RemoteError) and error not in lost.values()
         ]
         causes = [
             failure
             for failure in failures
             if not isinstance(failure, HangError) and not isinstance(failure.cause, TransferBrokenError)
         ]
-        if causes:  # what is silent may wait for what has failed
+        if causes:  # a silent engine may wait for a failed one
             lost = {engine: error for engine, error in lost.items() if not isinstance(error, HangError)}
         if lost:
             answered = {
-                engine: answer
-                for engine, answer in answers_by_engine.items()
-                if not isinstance(answer, RemoteError)
+                engine: answer for engine, answer in by_engine.items() if not isinstance(answer, RemoteError)
             }
             raise EnginesLostError(lost, answered)
         if failures:
             raise [*causes, *failures][0]
-        return answers_by_engine, [answer_by_call[item.reference] for item in beside]
+        return by_engine, [results[call] for call in peers]
 
     def facts(self) -> EngineFacts:
         """Properties of the first engine; all engines are alike."""
@@ -175,17 +161,11 @@ class EngineGroup:
     def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> dict[int, Pending]:
         """Receive one weight update; each answer is a list of receipts, one per worker of the engine."""
         self._wait_for_submitted()
-        return {
-            index: engine.call("receive_weights", manifest, bucket_bytes, version)
-            for index, engine in enumerate(self._engines)
-        }
+        return self._call_each("receive_weights", manifest, bucket_bytes, version)
 
     def stage_weights(self, manifest: Manifest, bucket_bytes: int) -> dict[int, Pending]:
         """Receive one weight update beside the samples that run; it is loaded by ``load_staged``."""
-        return {
-            index: engine.call("stage_weights", manifest, bucket_bytes)
-            for index, engine in enumerate(self._engines)
-        }
+        return self._call_each("stage_weights", manifest, bucket_bytes)
 
     def load_staged(self, version: int) -> None:
         """Let each engine load the update as ``version`` once it has ended what was submitted before; does
@@ -228,8 +208,7 @@ class EngineGroup:
 
     def abandon_update(self) -> None:
         """Close an interrupted update on the live engines; returns at once."""
-        for engine in self._engines:
-            engine.call("abandon_update")
+        self._call_each("abandon_update")
 
     def sleep(self) -> None:
         """Free the memory of weights and KV cache if engines can sleep. Raises ``EnginesLostError``."""
@@ -256,123 +235,120 @@ class EngineGroup:
         returns them with their ``owners``. With ``evenly`` engines share the requests of one prompt where
         that balances their load.
         """
-        self._go_on_after_losses()
-        self._hand_over(self._work.add(requests, options, awaited=False, evenly=evenly, owners=owners))
+        self._resubmit_after_losses()
+        self._submit(self._work.add(requests, options, awaited=False, evenly=evenly, owners=owners))
 
     def submit_to_each(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions
     ) -> list[list[Request]]:
-        """Submit all requests to every engine, to begin before all that waits; returns them by engine at
-        once, for ``finish``."""
-        self._go_on_after_losses()
+        """Submit all requests to every engine, ahead of the samples that wait there; returns them by engine
+        at once, for ``finish``."""
+        self._resubmit_after_losses()
         added = self._work.add_to_each(requests, options)
-        self._hand_over([request for of_engine in added for request in of_engine])
+        self._submit([request for requests_of_engine in added for request in requests_of_engine])
         return added
 
     def submitted(self) -> list[Request]:
-        """What ``submit`` was given and neither ``collect`` nor ``wait_for`` has returned."""
+        """The requests of ``submit`` that neither ``collect`` nor ``wait_for`` has returned."""
         return self._work.owned()
 
     def _wait_for_submitted(self) -> None:
-        """Wait until engines hold what was submitted: a later call could overtake it, because an engine runs
-        two at a time."""
-        submitting, self._submitting = self._submitting, []
-        for pending in submitting:
+        """Wait until engines hold all submitted requests: an engine runs two calls at a time, so a later call
+        could overtake a submission."""
+        submissions, self._submissions = self._submissions, []
+        for pending in submissions:
             with suppress(EnginesLostError):  # the next ``collect`` finds it too
                 self.wait(pending)
 
-    def collect(self, wait_seconds: float, on_loss: OnLoss | None = None) -> list[Request]:
-        """Return what was submitted and has ended, in the order of submission, each once.
+    def collect(self, wait_seconds: float, replace_lost: EngineReplacer | None = None) -> list[Request]:
+        """Return the submitted requests that have ended, in the order of submission, each once.
 
-        Every busy engine waits at most ``wait_seconds`` for a quarter of what it has, so that many short
+        Every busy engine waits at most ``wait_seconds`` for a quarter of its requests, so that many short
         samples take few calls.
 
-        Unfinished samples of lost engines go to the engines with which ``on_loss`` replaces them. Without
-        ``on_loss`` the loss is raised, and they are submitted again when ``collect`` is called after
-        ``replace`` and an update.
+        ``replace_lost`` replaces lost engines; the new ones get their unfinished samples. Without
+        ``replace_lost`` the loss is raised, and the next ``collect`` after ``replace`` and an update submits
+        these samples again.
         """
         quarters = {engine: -(-count // 4) for engine, count in self._work.num_busy().items()}
-        self._collect(quarters, wait_seconds, on_loss)
+        self._collect(quarters, wait_seconds, replace_lost)
         return self._work.take_ended()
 
     def cancel(self, requests: Sequence[Request]) -> None:
         """Stop submitted requests: they are neither collected nor submitted again when their engine is
         lost."""
-        self._tell_all("cancel", [request.number for request in requests])
+        self._notify_all("cancel", [request.number for request in requests])
         self._work.cancel(requests)
 
-    def collect_parts(self, on_loss: OnLoss | None = None) -> tuple[list[Request], dict[int, Interrupted]]:
-        """Return what has ended, as ``collect`` does without waiting, and what each busy engine said of the
-        last update.
+    def collect_parts(
+        self, replace_lost: EngineReplacer | None = None
+    ) -> tuple[list[Request], dict[int, Interrupted]]:
+        """Return the requests that have ended, as ``collect`` does without waiting, and what the last update
+        interrupted in each busy engine.
 
-        Of the others, ``submitted``, it is known then what they had when the update began. A lost engine's
-        samples continue from there on another one. Losses are dealt with as in ``collect``.
+        The requests that have not ended (``submitted``) get the tokens that they had when the update began,
+        and another engine continues from there if theirs is lost. ``replace_lost`` is that of ``collect``.
         """
         busy = self._work.num_busy()
-        interrupted = dict[int, Interrupted]()
-
-        def record(answers: Mapping[int, Interrupted]) -> None:
-            self._work.record_parts(answers)
-            interrupted.update(answers)
-
-        self._record({engine: self._engines[engine].call("interrupted") for engine in busy}, record, on_loss)
-        ended = {engine: self._engines[engine].call("collect", 0, 0.0, what="generate") for engine in busy}
-        self._record(ended, self._work.record, on_loss)
+        interruptions = {engine: self._engines[engine].call("interrupted") for engine in busy}
+        interrupted = self._record(interruptions, self._work.record_parts, replace_lost)
+        ended = {engine: self._engines[engine].call("collect", 0, 0.0, task="generate") for engine in busy}
+        self._record(ended, self._work.record, replace_lost)
         return self._work.take_ended(), interrupted
 
     def begin_steps(self) -> None:
         """Let engines go on with the weights that they hold; those that are not ``deterministic`` do so
         anyway."""
         if self._options.deterministic:
-            self._hand_over_lost()
-            self._tell_all("resume")
+            self._resubmit_lost()
+            self._notify_all("resume")
 
     def generate(
-        self, requests: Sequence[GenerationRequest], options: SamplingOptions, on_loss: OnLoss | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        options: SamplingOptions,
+        replace_lost: EngineReplacer | None = None,
     ) -> list[Sample]:
         """One sample per request, in order; the requests are shared out evenly.
 
-        When engines are lost, ``on_loss`` replaces them and sends weights, or raises; without it the loss is
-        raised. Each new engine gets the unfinished samples of the old one, in the same batch when nothing had
-        been collected. A sample depends only on its request's seed, so the result is the same.
+        ``replace_lost`` replaces lost engines; without it the loss is raised. Each new engine gets the
+        unfinished samples of the old one, in the same batch when nothing had been collected. A sample depends
+        only on its request's seed, so the result is the same.
         """
-        self._go_on_after_losses()
+        self._resubmit_after_losses()
         added = self._work.add(requests, options, awaited=True, evenly=True)
-        self._hand_over(added)
-        return self.finish(added, on_loss)
+        self._submit(added)
+        return self.finish(added, replace_lost)
 
-    def finish(self, requests: Sequence[Request], on_loss: OnLoss | None = None) -> list[Sample]:
+    def finish(self, requests: Sequence[Request], replace_lost: EngineReplacer | None = None) -> list[Sample]:
         """The samples of these requests, in this order, once all have ended. See ``generate``.
 
         Raises ``EpisodeFailedError`` when one failed.
         """
         try:
-            self.wait_for(requests, on_loss)
+            self.wait_for(requests, replace_lost)
         except RemoteError:
             self._work.cancel(requests)
             raise
         return [request.sample for request in requests]
 
-    def wait_for(self, requests: Sequence[Request], on_loss: OnLoss | None = None) -> None:
-        """Wait until these have ended, also where engines would wait for the next update, and count them as
-        collected.
-
-        Losses are dealt with as in ``collect``.
-        """
+    def wait_for(self, requests: Sequence[Request], replace_lost: EngineReplacer | None = None) -> None:
+        """Wait until these requests have ended, also where engines would wait for the next update, and count
+        them as collected. ``replace_lost`` is that of ``collect``."""
         while unfinished := num_unfinished(requests):
-            self._go_on_after_losses()
+            self._resubmit_after_losses()
             if self._options.deterministic:
-                self._tell_all("finish", [request.number for request in requests])
-            self._collect(unfinished, None, on_loss)
+                self._notify_all("finish", [request.number for request in requests])
+            self._collect(unfinished, None, replace_lost)
         self._work.take(requests)
 
-    def _hand_over(self, requests: Sequence[Request]) -> None:
-        """Submit requests to their engines; returns at once: an engine that takes 256 requests in may not
-        answer for 0.2 s. The next ``collect`` reports a failure too."""
+    def _submit(self, requests: Sequence[Request]) -> None:
+        """Submit requests to their engines; returns at once, because an engine may take 0.2 s to accept 256
+        requests. The next ``collect`` reports a failure."""
         queued_by_engine: dict[int, list[QueuedSample]] = defaultdict(list)
         for request in requests:
             queued_by_engine[request.engine].append(request.queued)
-        self._submitting.append(
+        self._submissions.append(
             {
                 engine: self._engines[engine].call("submit", queued)
                 for engine, queued in queued_by_engine.items()
@@ -380,17 +356,17 @@ class EngineGroup:
         )
 
     def _collect(
-        self, at_least: Mapping[int, int], wait_seconds: float | None, on_loss: OnLoss | None
+        self, at_least: Mapping[int, int], wait_seconds: float | None, replace_lost: EngineReplacer | None
     ) -> None:
         """Wait until each of these engines has finished its number of samples, and store them."""
-        self._go_on_after_losses()
+        self._resubmit_after_losses()
         pending = {
-            engine: self._engines[engine].call("collect", number, wait_seconds, what="generate")
+            engine: self._engines[engine].call("collect", number, wait_seconds, task="generate")
             for engine, number in at_least.items()
         }
-        self._record(pending, self._work.record, on_loss)
+        self._record(pending, self._work.record, replace_lost)
 
-    def _go_on_after_losses(self) -> None:
+    def _resubmit_after_losses(self) -> None:
         """Submit the unfinished samples of lost engines to the engines that replaced them, and let these
         begin to step.
 
@@ -398,33 +374,38 @@ class EngineGroup:
         telling engines which samples to finish: engines forget that when they are told to resume.
         """
         if self._replaced:
-            self._hand_over_lost()
+            self._resubmit_lost()
             self.begin_steps()
 
-    def _hand_over_lost(self) -> None:
+    def _resubmit_lost(self) -> None:
         """Submit the unfinished samples of lost engines to those that replaced them."""
         self._work.forget_cancelled(self._replaced)
-        self._hand_over(self._work.unfinished(self._replaced))
+        self._submit(self._work.unfinished(self._replaced))
         self._replaced.clear()
 
     def _record(
         self,
         pending: Mapping[int, Pending],
         record: Callable[[Mapping[int, Any]], None],
-        on_loss: OnLoss | None,
-    ) -> None:
-        """Wait for answers and ``record`` them; lost engines are replaced by ``on_loss``, without which the
-        loss is raised."""
-        try:
-            record(self.wait(pending)[0])
-        except EnginesLostError as error:
-            record(error.answered)
-            if on_loss is None:
-                raise
-            on_loss(error)
+        replace_lost: EngineReplacer | None,
+    ) -> dict[int, Any]:
+        """Wait for the answers of engines, ``record`` and return them; those of lost engines are missing.
 
-    def _tell_all(self, method: str, *arguments: Any) -> None:
-        """Call every engine once it holds what was submitted. The next ``collect`` reports a loss."""
+        Without ``replace_lost`` the loss is raised once the other answers are recorded.
+        """
+        try:
+            answered = self.wait(pending)[0]
+            record(answered)
+        except EnginesLostError as error:
+            answered = error.answered
+            record(answered)
+            if replace_lost is None:
+                raise
+            replace_lost(error)
+        return answered
+
+    def _notify_all(self, method: str, *arguments: Any) -> None:
+        """Call every engine once it holds all submitted requests. The next ``collect`` reports a loss."""
         self._wait_for_submitted()
         with suppress(EnginesLostError):
             self._call_all(method, *arguments)
@@ -437,7 +418,8 @@ class EngineGroup:
         return self._call_all("generate", list(requests), options)
 
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
-        answered, _ = self.wait(
-            {index: engine.call(method, *arguments) for index, engine in enumerate(self._engines)}
-        )
-        return list(answered.values())
+        answers, _ = self.wait(self._call_each(method, *arguments))
+        return list(answers.values())
+
+    def _call_each(self, method: str, *arguments: Any) -> dict[int, Pending]:
+        return {index: engine.call(method, *arguments) for index, engine in enumerate(self._engines)}

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from verl_rc.cluster.rank_group import RankGroup
-from verl_rc.cluster.remote import Beside, Pending, RemoteProcess, wait_for_all
+from verl_rc.cluster.remote import Pending, RemoteProcess, WhileWaiting, wait_for_all
 from verl_rc.config.task import RewardModelConfig
 from verl_rc.data.batches import CriticBatch, Timed, TokenBatch, TokenScores, TrainBatch
 from verl_rc.data.microbatch import MicroBatchLimit
@@ -34,17 +34,19 @@ class ActorGroup(RankGroup):
     worker = "verl_rc.workers.policy_worker:PolicyWorker"
 
     def compute_log_probs(
-        self, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
+        self, tokens: TokenBatch, limit: MicroBatchLimit, while_waiting: WhileWaiting | None = None
     ) -> Timed[TokenScores]:
         """Log-probs, entropies and, where needed, sums of squared probabilities and varentropies of all rows,
         each ``[B, R]``, under the current weights."""
-        return self.score("compute_log_probs", tokens, limit, beside).map(lambda scores: TokenScores(*scores))
+        return self.score("compute_log_probs", tokens, limit, while_waiting).map(
+            lambda scores: TokenScores(*scores)
+        )
 
     def compute_reference_log_probs(
-        self, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
+        self, tokens: TokenBatch, limit: MicroBatchLimit, while_waiting: WhileWaiting | None = None
     ) -> Timed[Tensor]:
         """Log-probs ``[B, R]`` of all rows with LoRA adapters switched off."""
-        return self.score_one("compute_reference_log_probs", tokens.without_experts(), limit, beside)
+        return self.score_one("compute_reference_log_probs", tokens.without_experts(), limit, while_waiting)
 
     def update(
         self,
@@ -52,38 +54,38 @@ class ActorGroup(RankGroup):
         mini_batches: Sequence[MiniBatch],
         limit: MicroBatchLimit,
         request: UpdateRequest,
-        beside: Beside | None = None,
+        while_waiting: WhileWaiting | None = None,
     ) -> Timed[ActorReport]:
         """One optimizer step per mini-batch on all ranks. Merges all reports."""
         arguments = [(*part, request) for part in self.split(batch, mini_batches, limit)]
-        return self.call_update(arguments, beside).map(_merged)
+        return self.call_update(arguments, while_waiting).map(_merged)
 
-    def manifest(self, whole: bool) -> Manifest:
+    def manifest(self, all_tensors: bool) -> Manifest:
         """The manifest of a weight update: of all tensors, or of those that training changes."""
-        manifest: Manifest = wait_for_all([self._ranks[0].call("manifest", whole)])[0]
+        manifest: Manifest = wait_for_all([self._ranks[0].call("manifest", all_tensors)])[0]
         return manifest
 
     def join_transfer(self, address: TransferAddress) -> list[Pending]:
         """Join the weight-transfer group; answers when the engines have joined too."""
         return [self._ranks[0].call("join_transfer", address)]
 
-    def send_weights(self, whole: bool) -> list[Pending]:
+    def send_weights(self, all_tensors: bool) -> list[Pending]:
         """Broadcast the current weights; the first answer is the sender's receipt."""
-        return [rank.call("send_weights", whole) for rank in self._ranks]
+        return [rank.call("send_weights", all_tensors) for rank in self._ranks]
 
     def device_keys(self) -> list[str]:
         """The device of each rank, as engine workers name theirs."""
         return [key for key, _ in wait_for_all([rank.call("describe_buckets") for rank in self._ranks])]
 
-    def num_buckets(self, whole: bool) -> int:
+    def num_buckets(self, all_tensors: bool) -> int:
         """Number of buckets of a weight update."""
-        return int(wait_for_all([self._ranks[0].call("describe_buckets", whole)])[0][1])
+        return int(wait_for_all([self._ranks[0].call("describe_buckets", all_tensors)])[0][1])
 
-    def offer_bucket(self, index: int, offers: Sequence[bool], whole: bool) -> list[Pending]:
+    def offer_bucket(self, index: int, offers: Sequence[bool], all_tensors: bool) -> list[Pending]:
         """Gather one bucket on all ranks and share it on those that ``offers`` selects; each answer is a
         handle."""
         return [
-            rank.call("offer_bucket", index, share, whole)
+            rank.call("offer_bucket", index, share, all_tensors)
             for rank, share in zip(self._ranks, offers, strict=True)
         ]
 
@@ -100,27 +102,27 @@ class CriticGroup(RankGroup):
     worker = "verl_rc.workers.critic_worker:CriticWorker"
 
     def compute_values(
-        self, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
+        self, tokens: TokenBatch, limit: MicroBatchLimit, while_waiting: WhileWaiting | None = None
     ) -> Timed[Tensor]:
         """Values ``[B, R]`` of all rows."""
-        return self.score_one("compute_values", tokens.without_experts(), limit, beside)
+        return self.score_one("compute_values", tokens.without_experts(), limit, while_waiting)
 
     def update(
         self,
         batch: CriticBatch,
         mini_batches: Sequence[MiniBatch],
         limit: MicroBatchLimit,
-        beside: Beside | None = None,
+        while_waiting: WhileWaiting | None = None,
     ) -> Timed[UpdateReport]:
         """One optimizer step per mini-batch on all ranks. Merges all reports."""
-        return self.call_update(self.split(batch, mini_batches, limit), beside).map(_merged)
+        return self.call_update(self.split(batch, mini_batches, limit), while_waiting).map(_merged)
 
 
 class FrozenGroup(RankGroup):
     """All ranks of a policy that only scores."""
 
     def compute_log_probs(
-        self, tokens: TokenBatch, limit: MicroBatchLimit, beside: Beside | None = None
+        self, tokens: TokenBatch, limit: MicroBatchLimit, while_waiting: WhileWaiting | None = None
     ) -> Timed[TokenScores]:
         """Log-probs of all rows under the policy; of a teacher, also its most likely tokens where
         the loss reads them."""
@@ -131,7 +133,9 @@ class FrozenGroup(RankGroup):
             top_tokens = {"top_ids": top[0].long(), "top_log_probs": top[1]} if top else {}
             return TokenScores(log_probs, None, **top_tokens)
 
-        return self.score("compute_log_probs", tokens.without_experts(), limit, beside).map(token_scores)
+        return self.score("compute_log_probs", tokens.without_experts(), limit, while_waiting).map(
+            token_scores
+        )
 
 
 class ReferenceGroup(FrozenGroup):

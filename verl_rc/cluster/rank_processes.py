@@ -25,14 +25,14 @@ class Rank:
 
     def call(self, method: str, *arguments: Any) -> Pending:
         """Call a method of the role's worker."""
-        return self.process.call("call", self.role, method, *arguments, what=method, who=self.name)
+        return self.process.call("call", self.role, method, *arguments, task=method, name=self.name)
 
     def score(
         self, method: str, tokens: Ragged[TokenBatch], micro_batches: Sequence[Sequence[int]]
     ) -> Pending:
         """Call a method of the role's worker that scores response tokens; answers with their values."""
         return self.process.call(
-            "score", self.role, method, tokens, micro_batches, what=method, who=self.name
+            "score", self.role, method, tokens, micro_batches, task=method, name=self.name
         )
 
 

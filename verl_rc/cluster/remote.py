@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from verl_rc.cluster.watchdog import WATCHDOG, ProcessIdentity, end_process, identity_of, register_stack_dump
 from verl_rc.data.batches import Timed
@@ -50,11 +50,11 @@ class _Process:
     def identity(self) -> ProcessIdentity:
         return self._identity
 
-    def run(self, task: str, *arguments: Any) -> _Answer:
-        """Time one of the methods below."""
+    def run(self, method: str, *arguments: Any) -> _Answer:
+        """Call one of the methods below, named without its underscore, and time it."""
         begin = time.time()
         started = time.perf_counter()
-        result = getattr(self, f"_{task}")(*arguments)
+        result = getattr(self, f"_{method}")(*arguments)
         return result, begin, time.perf_counter() - started
 
     def _prepare(self, target: str) -> None:
@@ -122,14 +122,14 @@ class RemoteProcess:
         return Pending(self, f"start {target.split(':')[1]}", reference)
 
     def call(
-        self, method: str, *arguments: Any, what: str | None = None, who: str | None = None
+        self, method: str, *arguments: Any, task: str | None = None, name: str | None = None
     ) -> "Pending":
         """Call a method of the process's object.
 
-        ``what``: description of the call for messages, default the method's name; ``who``: the part of the
-        process that answers.
+        ``task``: the call in messages, default the method's name; ``name``: the part of the process that
+        answers, default the process.
         """
-        return Pending(self, what or method, self._actor.run.remote("call", method, arguments), who)
+        return Pending(self, task or method, self._actor.run.remote("call", method, arguments), name)
 
     def listen(self, host: str | None = None) -> "Pending":
         """Bind a port for a server of the process; the answer is ``host`` (default: the address of its node)
@@ -163,39 +163,41 @@ class RemoteProcess:
 
 
 class Pending:
-    """A pending result and the process that computes it."""
+    """A call whose result is pending."""
 
     def __init__(
-        self, process: RemoteProcess, what: str, reference: "ray.ObjectRef[Any]", who: str | None = None
+        self, process: RemoteProcess, task: str, reference: "ray.ObjectRef[Any]", name: str | None = None
     ) -> None:
+        """``name``: the part of the process that answers, default the process."""
         self.process = process
-        self.who = who or process.name
-        self.what = what
+        self.name = name or process.name
+        self.task = task
         self.reference = reference
-        self.sent = time.time()
+        self.sent_at = time.time()
         """Seconds since 1970."""
         self.busy_seconds = 0.0
         """Seconds that the process computed, known once it has answered; the rest of the wait was transport.
         """
 
     @property
-    def call_of_process(self) -> str:
-        """What the process was asked to do, and by which of its parts."""
-        return self.what if self.who == self.process.name else f"{self.who}: {self.what}"
+    def task_of_process(self) -> str:
+        """The task, with the part of the process that does it."""
+        return self.task if self.name == self.process.name else f"{self.name}: {self.task}"
 
 
 _SERVE_SECONDS = 0.25
-"""How often the work beside a wait is done."""
+"""Seconds between two calls of ``WhileWaiting``."""
 
-
-Beside = Callable[[], None]
-"""What the driver does while it waits for ranks that compute: short work, whose exceptions end the wait."""
+WhileWaiting = Callable[[], None]
+"""Short work that the driver repeats while it waits for ranks that compute; its exceptions end the wait."""
 
 
 def wait_for_all(
-    pending: Sequence[Pending], timeout_seconds: float | None = None, beside: Beside | None = None
+    pending: Sequence[Pending],
+    timeout_seconds: float | None = None,
+    while_waiting: WhileWaiting | None = None,
 ) -> list[Any]:
-    """Wait for all results, in the given order, and do ``beside`` meanwhile; fails as soon as one call fails.
+    """Wait for all results, in the given order; fails as soon as one call fails.
 
     Raises ``RemoteError`` with the process, its call and its traceback; ``HangError`` with the processes that
     did not answer within ``timeout_seconds`` (None: ``trainer.hang_timeout_seconds``) and the state of each.
@@ -204,84 +206,79 @@ def wait_for_all(
     if timeout_seconds is None:
         limit, key = WATCHDOG.limit_seconds, "trainer.hang_timeout_seconds"
     results = {}
-    for item, answer in answers(pending, limit, key, beside=beside):
-        if isinstance(answer, RemoteError):
-            raise answer
-        results[item.reference] = answer
-    return [results[item.reference] for item in pending]
+    for call, result in as_completed(pending, limit, key, while_waiting=while_waiting):
+        if isinstance(result, RemoteError):
+            raise result
+        results[call.reference] = result
+    return [results[call.reference] for call in pending]
 
 
-def wait_timed(pending: Sequence[Pending], beside: Beside | None = None) -> Timed[list[Any]]:
+def wait_timed(pending: Sequence[Pending], while_waiting: WhileWaiting | None = None) -> Timed[list[Any]]:
     """The results of ``wait_for_all``, and the seconds that the slowest of the processes computed."""
-    results = wait_for_all(pending, beside=beside)
-    return Timed(results, max((item.busy_seconds for item in pending), default=0.0))
+    results = wait_for_all(pending, while_waiting=while_waiting)
+    return Timed(results, max((call.busy_seconds for call in pending), default=0.0))
 
 
-def _report(
-    pending: Sequence[Pending], remaining: Sequence["ray.ObjectRef[Any]"], seconds: float, limit_key: str
-) -> str:
-    silent = [item.process for item in pending if item.reference in remaining]
-    return WATCHDOG.report(
-        [(item.process, item.call_of_process) for item in pending], silent, seconds, limit_key
-    )
-
-
-def answers(
+def as_completed(
     pending: Sequence[Pending],
     timeout_seconds: float | None,
     limit_key: str,
     grace_seconds: float = math.inf,
-    beside: Beside | None = None,
+    while_waiting: WhileWaiting | None = None,
 ) -> Iterator[tuple[Pending, Any | RemoteError]]:
-    """Yield every call with its result or ``RemoteError``, in order of completion, and do ``beside``
-    meanwhile.
+    """Yield every call with its result or ``RemoteError``, in order of completion.
 
     Calls without an answer after ``timeout_seconds`` (None: no limit), the value of the configuration's
     ``limit_key``, come last, each with a ``HangError``. Once a call failed in a live process, the others have
     ``grace_seconds``, because processes that communicate fail together.
     """
-    waiting = {item.reference: item for item in pending}
+    calls = {call.reference: call for call in pending}
     full_deadline = deadline = time.monotonic() + (math.inf if timeout_seconds is None else timeout_seconds)
-    remaining = list(waiting)
+    remaining = list(calls)
     while remaining:
-        left = max(0.0, deadline - time.monotonic())
-        pause = left if beside is None else min(_SERVE_SECONDS, left)
+        seconds_left = max(0.0, deadline - time.monotonic())
+        pause = seconds_left if while_waiting is None else min(_SERVE_SECONDS, seconds_left)
         ready, remaining = ray.wait(remaining, num_returns=1, timeout=pause if math.isfinite(pause) else None)
-        if not ready and beside is not None and left:
-            beside()
+        if not ready and while_waiting is not None and seconds_left:
+            while_waiting()
             continue
         if not ready:
             break
-        item = waiting[ready[0]]
+        call = calls[ready[0]]
         try:
-            answer = _result_of(item)
+            result = _result_of(call)
         except RemoteError as error:
-            answer = error
+            result = error
             if not isinstance(error, ProcessLostError):
                 deadline = min(deadline, time.monotonic() + grace_seconds)
-        yield item, answer
+        yield call, result
     if not remaining:
         return
     if deadline < full_deadline:
         reason = f"no answer within {grace_seconds:g} s after another process failed"
     else:
-        reason = _report(pending, remaining, timeout_seconds or 0.0, limit_key)
+        reason = WATCHDOG.report(
+            [(call.process, call.task_of_process) for call in pending],
+            [calls[reference].process for reference in remaining],
+            timeout_seconds or 0.0,
+            limit_key,
+        )
     for reference in remaining:
-        yield waiting[reference], HangError(reason)
+        yield calls[reference], HangError(reason)
 
 
-def _result_of(item: Pending) -> Any:
+def _result_of(call: Pending) -> Any:
     try:
-        result, begin, item.busy_seconds = ray.get(item.reference)
-        item.process.last_answer = (item.call_of_process, time.monotonic())
+        result, begin, call.busy_seconds = ray.get(call.reference)
+        call.process.last_answer = (call.task_of_process, time.monotonic())
         TRACE.span(
-            item.who, item.what, begin, begin + item.busy_seconds, sent=item.sent, received=time.time()
+            call.name, call.task, begin, begin + call.busy_seconds, sent=call.sent_at, received=time.time()
         )
         return result
     except RayTaskError as error:
-        item.process.last_answer = (item.call_of_process, time.monotonic())
+        call.process.last_answer = (call.task_of_process, time.monotonic())
         # Ray raises a generated class that inherits from the cause's; it has only the text and the cause.
-        raise RemoteError(f"{item.who} failed to {item.what}:\n{str(error).strip()}", error.cause) from None
-    except (RayActorError, GetTimeoutError, RayError) as error:
-        with_others = "" if item.who == item.process.name else f" (the process of {item.process.name})"
-        raise ProcessLostError(f"{item.who} died while it was to {item.what}{with_others}: {error}") from None
+        raise RemoteError(f"{call.name} failed to {call.task}:\n{str(error).strip()}", error.cause) from None
+    except RayError as error:
+        process = "" if call.name == call.process.name else f" (the process of {call.process.name})"
+        raise ProcessLostError(f"{call.name} died while it was to {call.task}{process}: {error}") from None

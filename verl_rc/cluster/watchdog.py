@@ -133,8 +133,8 @@ _COLLECTIVE = "torch/distributed/"
 class AwaitedProcess:
     """One process of a wait."""
 
-    who: str
-    what: str
+    name: str
+    task: str
     """What it was asked to do."""
     last_answer: str
     """What its last sign of life was."""
@@ -148,11 +148,11 @@ def summary(
     """One line for each process that has not answered within ``seconds``, the value of the configuration's
     ``limit_key``, and advice."""
     silent = [process for process in processes if process.state is not None]
-    answered = [process.who for process in processes if process.state is None]
-    names = ", ".join(f"{process.who} ({process.what})" for process in silent)
+    answered = [process.name for process in processes if process.state is None]
+    names = ", ".join(f"{process.name} ({process.task})" for process in silent)
     lines = [f"these processes did not answer within {seconds:.0f} s: {names}."]
     lines += [
-        f"  {process.who}: {_condition(process)}; last sign of life: {process.last_answer}."
+        f"  {process.name}: {_condition(process)}; last sign of life: {process.last_answer}."
         for process in silent
     ]
     if answered:
@@ -167,7 +167,7 @@ def full_report(short: str, processes: Sequence[AwaitedProcess], driver_stack: s
     for process in processes:
         if process.state is not None:
             stacks = process.state.stacks or f"no stacks: it {process.state.condition}"
-            parts.append(f"{process.who}, asked to {process.what} (newest frame first):\n{stacks}")
+            parts.append(f"{process.name}, asked to {process.task} (newest frame first):\n{stacks}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -247,8 +247,8 @@ class Watchdog:
         summary."""
         states = inspect_processes(silent)
         processes = [
-            AwaitedProcess(process.name, what, _last_answer(process), states.get(id(process)))
-            for process, what in calls
+            AwaitedProcess(process.name, task, _last_answer(process), states.get(id(process)))
+            for process, task in calls
         ]
         short = summary(processes, seconds, limit_key, ray.available_resources())
         if self._folder is None:
@@ -331,5 +331,5 @@ def _on_node(function: Any, identity: ProcessIdentity) -> "ray.ObjectRef[Any]":
 def _last_answer(process: WatchedProcess) -> str:
     if process.last_answer is None:
         return "none, it has answered no call yet"
-    what, when = process.last_answer
-    return f"answered {what} {time.monotonic() - when:.0f} s ago"
+    task, when = process.last_answer
+    return f"answered {task} {time.monotonic() - when:.0f} s ago"

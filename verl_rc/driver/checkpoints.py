@@ -19,7 +19,7 @@ from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import public_values
 from verl_rc.distributed.child_process import RemoteError
-from verl_rc.driver.announce import say
+from verl_rc.driver.log import log
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 
@@ -39,7 +39,7 @@ def choose(config: RunConfig, run_folder: Path) -> tuple[CheckpointStore, Path |
             lambda folder: _problem(folder, config.needs_critic),
         )
         for message in messages:
-            say("%s", message)
+            log("%s", message)
         if folder is None:
             return store, None, RunState()
         saved = SavedRun.load(folder)
@@ -53,7 +53,7 @@ def choose(config: RunConfig, run_folder: Path) -> tuple[CheckpointStore, Path |
             )
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    say("going on from %s: %d steps are done", folder, saved.state.step)
+    log("going on from %s: %d steps are done", folder, saved.state.step)
     return store, folder, saved.state
 
 
@@ -76,11 +76,10 @@ def write(services: Services, state: RunState, record: StepRecord) -> None:
     run was asked to stop; with ``save_freq`` <= 0 only when an alert ends the run. With
     ``checkpoint.async_save`` it is only copied here, once the one before is written.
     """
-    step = state.step
-    ends_saved = services.stop.decide() and (
-        services.config.trainer.save_freq > 0 or services.stop.reason is not None
-    )
-    if not services.saves_at(step) and not ends_saved:
+    step, stop = state.step, services.stop
+    stop.accept()
+    saves_last_step = stop.accepted and (services.config.trainer.save_freq > 0 or stop.reason is not None)
+    if not services.saves_at(step) and not saves_last_step:
         return
     with record.stage("save_checkpoint"):
         _commit_begun(services, wait=True)
@@ -102,9 +101,9 @@ def commit(services: Services, step: int) -> None:
     A checkpoint that is still being written is committed after a later step; after the last step it is
     waited for.
     """
-    if services.checkpoints.begun == step:  # the step is saved: who asked meanwhile need not wait for another
-        services.stop.decide()
-    _commit_begun(services, wait=services.stop.ending or step == services.total_steps)
+    if services.checkpoints.begun == step:  # the step is saved: a request that came meanwhile need not wait
+        services.stop.accept()
+    _commit_begun(services, wait=services.stop.accepted or step == services.total_steps)
 
 
 def _commit_begun(services: Services, wait: bool) -> None:

@@ -5,7 +5,7 @@ import random
 from collections import defaultdict
 from numbers import Real
 
-from verl_rc.cluster.engine_group import OnLoss
+from verl_rc.cluster.engine_group import EngineReplacer
 from verl_rc.config.run import RunConfig
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.episode import Episode
@@ -31,7 +31,7 @@ def validate(services: Services, publisher: Publisher, record: StepRecord, step:
     Every sample has the same seed at every step, so two validations differ by the weights alone.
     """
     with record.stage("testing"):
-        samples = _sample_in_batches(services, publisher.replacing(step, record), step)
+        samples = _sample_in_batches(services, publisher.engine_replacer(step, record), step)
     record.add(validation_metrics(samples, services.config.actor_rollout_ref.rollout.val_kwargs.n))
     num_shown = services.config.trainer.log_val_generations
     if num_shown:
@@ -79,7 +79,7 @@ def validation_metrics(samples: Samples, samples_per_prompt: int) -> dict[str, f
     return metrics
 
 
-def _sample_in_batches(services: Services, on_loss: OnLoss, step: int) -> Samples:
+def _sample_in_batches(services: Services, replace_lost: EngineReplacer, step: int) -> Samples:
     """``data.val_batch_size`` prompts at once, with all their samples; the engines hold version ``step`` of
     the weights."""
     data = services.config.data
@@ -105,7 +105,7 @@ def _sample_in_batches(services: Services, on_loss: OnLoss, step: int) -> Sample
     samples: list[Sample] = []
     for start in range(0, len(requests), size):
         batch = requests[start : start + size]
-        samples += services.engines.generate(batch, sampling, on_loss)
+        samples += services.engines.generate(batch, sampling, replace_lost)
     rollouts = build_rollout_batch(
         [row.prompt_token_ids for row in rows],
         range(len(rows)),

@@ -15,7 +15,7 @@ from typing import Any
 
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import TrainerConfig
-from verl_rc.driver.announce import say
+from verl_rc.driver.log import log
 from verl_rc.metrics.run_files import ENDING, REPORT
 from verl_rc.metrics.sinks import ExperimentSink, FinalReport, Tracker
 
@@ -77,15 +77,15 @@ def _write(folder: Path, status: int, reason: str) -> dict[str, Any] | None:
         )
         written = _run_report(folder)
     except subprocess.TimeoutExpired:
-        say("report: not written within %.0f s; verl-rc report %s writes it", _SECONDS, folder)
+        log("report: not written within %.0f s; verl-rc report %s writes it", _SECONDS, folder)
     except (OSError, _NotWrittenError) as error:
-        say("report: not written (%s)", error)
+        log("report: not written (%s)", error)
     except KeyboardInterrupt:
-        say("report: not written; verl-rc report %s writes it", folder)
+        log("report: not written; verl-rc report %s writes it", folder)
     else:
         verdict: dict[str, Any] = written["runs"][0]["verdict"]
         for line in [*verdict["lines"], f"report: {written['report']}"]:
-            say("%s", line)
+            log("%s", line)
         return verdict
     return None
 
@@ -132,7 +132,7 @@ def _publish(
         RuntimeError,
         subprocess.TimeoutExpired,
     ) as error:  # a page or a network that fails must not fail the run
-        say("report: not handed to W&B (%s: %s)", type(error).__name__, " ".join(str(error).split())[:200])
+        log("report: not handed to W&B (%s: %s)", type(error).__name__, " ".join(str(error).split())[:200])
     finally:
         experiment.finish(status)
 

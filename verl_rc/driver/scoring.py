@@ -11,7 +11,7 @@ from verl_rc.cluster.remote import wait_for_all
 from verl_rc.cluster.reward_pool import RewardPool
 from verl_rc.config.task import RewardConfig
 from verl_rc.data.dataset import PromptRow
-from verl_rc.driver.announce import announced, say
+from verl_rc.driver.log import log, log_wait
 from verl_rc.metrics import Mean, Metric, Reduction
 from verl_rc.rewards import (
     RewardError,
@@ -53,7 +53,7 @@ class ResponseScorer:
                 self._replacement(samples[place], result) if isinstance(result, RewardError) else result
             )
         if failures:
-            say(
+            log(
                 "reward: %d of %d responses failed; one of them: %s", len(failures), len(samples), failures[0]
             )
         return [outputs[place] for place in range(len(samples))]
@@ -153,7 +153,7 @@ def open_scorer(
     )
     try:
         if building:
-            with announced("the reward model"):
+            with log_wait("the reward model"):
                 wait_for_all(building, ready_timeout_seconds)
         yield ResponseScorer(config, pool, model)
     finally:

@@ -36,8 +36,8 @@ from verl_rc.data.dataset import (
 from verl_rc.data.tokenize import ContinuationEncoder, load_tokenizer, require_same_vocabulary
 from verl_rc.distributed.child_process import RemoteError
 from verl_rc.driver import checkpoints
-from verl_rc.driver.announce import announced, say
 from verl_rc.driver.evaluate import opened_for_validation
+from verl_rc.driver.log import log, log_wait
 from verl_rc.driver.openings import Openings
 from verl_rc.driver.scoring import open_scorer
 from verl_rc.driver.services import Services
@@ -74,7 +74,7 @@ def open_run(
     _show_plan(config, folder)
     with ExitStack() as stack:
         stack.callback(ray.shutdown)
-        with announced("Ray"):
+        with log_wait("Ray"):
             ray_started.result()
         stack.enter_context(WATCHDOG.watching(config.trainer.hang_timeout_seconds, folder))
         stack.enter_context(TRACE.writing(folder / TRACE_FILE if config.async_training.trace else None))
@@ -89,7 +89,7 @@ def open_run(
         hosts = RayHosts.start(environment) if environment.hosts else None
         options = engine_options(config, placement.device, hosts)
         importing = engines.prepare(options)
-        with announced("data and tokenizer"), _mistakes_are_the_users():
+        with log_wait("data and tokenizer"), _mistakes_are_the_users():
             _refuse_models(config)
             tokenizer = _load_tokenizer(config)
             data, openings = _with_environment(config, hosts, tokenizer)
@@ -109,10 +109,10 @@ def open_run(
         _build_ranks(processes, [*learners, *frozen.values()], config, total_steps)
         stack.enter_context(_closing(processes))
         if resumed is not None:
-            with announced(f"checkpoint {resumed}"), _mistakes_are_the_users():
+            with log_wait(f"checkpoint {resumed}"), _mistakes_are_the_users():
                 wait_for_all([pending for group in learners for pending in group.load(resumed / group.role)])
         engine = _build_engines(engines, importing, config, options, folder)
-        with announced("the transport of weights"):
+        with log_wait("the transport of weights"):
             transport = open_transport(actor, engines, placement, config.actor_rollout_ref.rollout)
         tracker = open_tracker(
             config.trainer,
@@ -153,17 +153,17 @@ def _show_plan(config: RunConfig, folder: Path) -> None:
     """Write the resolved configuration and the plan of the run into its folder, and log the plan."""
     save_resolved_config(config, folder)
     write_plan(config, folder)
-    say("%s", plan_text(config))
+    log("%s", plan_text(config))
     for key, path in remote_code_keys(config).items():
-        say("%s=True: Python code that comes with %s runs with your rights", key, path)
+        log("%s=True: Python code that comes with %s runs with your rights", key, path)
 
 
 def _describe_prompts(training: PromptDataset, validation_rows: list[PromptRow], limit: int) -> None:
     """Log the lengths of the prompts; raises ``ValueError`` when one of those looked at is too long for the
     run."""
-    say("training: %s", training.describe_lengths())
+    log("training: %s", training.describe_lengths())
     lengths = [len(row.prompt_token_ids) for row in validation_rows]
-    say("validation: %s", describe_lengths(lengths, len(lengths), limit))
+    log("validation: %s", describe_lengths(lengths, len(lengths), limit))
 
 
 def _refuse_models(config: RunConfig) -> None:
@@ -222,7 +222,7 @@ def steps_of_run(trainer: TrainerConfig, steps_of_epoch: int) -> int:
     available = steps_of_epoch * trainer.total_epochs
     requested = trainer.total_training_steps or available
     if requested > available:
-        say(
+        log(
             "the prompts last for %d steps, fewer than trainer.total_training_steps=%d: raise "
             "trainer.total_epochs",
             available,
@@ -244,7 +244,7 @@ def _with_gradient_sums(config: RunConfig, processes: RankProcesses, device: str
             gpu_bytes = processes.gpu_bytes()
     config, choices = choose_gradient_sums(config, shapes, gpu_bytes)
     for choice in choices:
-        say("%s", choice)
+        log("%s", choice)
         add_to_plan(folder, "Decided by the estimate of memory", str(choice))
     return config
 
@@ -256,7 +256,7 @@ def _build_ranks(
     building = processes.build({group.role: group.worker for group in groups}, config, total_steps)
     roles = ", ".join(group.role for group in groups)
     with (
-        announced(f"{groups[0].num_ranks} trainer rank(s) of {roles}: torch, model, shards"),
+        log_wait(f"{groups[0].num_ranks} trainer rank(s) of {roles}: torch, model, shards"),
         _mistakes_are_the_users(),
     ):
         wait_for_all(building, config.trainer.ready_timeout_seconds)
@@ -276,7 +276,7 @@ def _build_engines(
     count as its own what they allocate or free meanwhile.
     """
     limit = config.trainer.ready_timeout_seconds
-    with announced(f"{engines.num_engines} vLLM engine(s): import and model"), _mistakes_are_the_users():
+    with log_wait(f"{engines.num_engines} vLLM engine(s): import and model"), _mistakes_are_the_users():
         wait_for_all(importing, limit)
         wait_for_all(
             engines.build(options, config.actor_rollout_ref.rollout.engine_timeout_seconds),
@@ -285,7 +285,7 @@ def _build_engines(
         engines.sleep()
     facts = engines.facts()
     for name, text in facts.measured.items():
-        say("%s on this machine: %s", name, text)
+        log("%s on this machine: %s", name, text)
         add_to_plan(folder, "Measured when the engine started", f"{name}: {text}")
     return facts
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from verl_rc.checkpoint import RunState
-from verl_rc.cluster.remote import Beside
+from verl_rc.cluster.remote import WhileWaiting
 from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TrainBatch
 from verl_rc.data.optimizer_step import OptimizerStep
 from verl_rc.data.samples import Samples
@@ -29,7 +29,7 @@ from verl_rc.workers.updates import ActorReport, UpdateRequest
 
 
 def evaluate(
-    services: Services, rollouts: RolloutBatch, step: int, record: StepRecord, beside: Beside
+    services: Services, rollouts: RolloutBatch, step: int, record: StepRecord, while_waiting: WhileWaiting
 ) -> PolicyEvaluations:
     """Evaluate the sampled tokens with the trainer's models: proximal policy, frozen policies and critic, as
     far as the run needs them."""
@@ -45,8 +45,8 @@ def evaluate(
             "sets: the trainer would score them over the whole vocabulary. Drop "
             "actor_rollout_ref.rollout.top_p, top_k and min_p."
         )
-    proximal = _proximal_policy(services, rollouts, step, record, beside)
-    frozen = _frozen_policies(services, rollouts, record, beside)
+    proximal = _proximal_policy(services, rollouts, step, record, while_waiting)
+    frozen = _frozen_policies(services, rollouts, record, while_waiting)
     values = None
     if services.critic is not None:
         values = record.timed(
@@ -54,7 +54,7 @@ def evaluate(
             services.critic.compute_values,
             rollouts.tokens,
             update_limit(services.config.critic),
-            beside,
+            while_waiting,
         )
     return PolicyEvaluations(
         **proximal,
@@ -65,7 +65,7 @@ def evaluate(
 
 
 def _frozen_policies(
-    services: Services, rollouts: RolloutBatch, record: StepRecord, beside: Beside
+    services: Services, rollouts: RolloutBatch, record: StepRecord, while_waiting: WhileWaiting
 ) -> dict[str, Any]:
     """What ``PolicyEvaluations`` hold of the policies that only score, by field."""
     config, policies = services.config, services.config.frozen_policies
@@ -74,16 +74,16 @@ def _frozen_policies(
         limit = log_prob_limit(config.actor_rollout_ref.ref)
         if "reference" in policies:
             found["reference_log_probs"] = record.timed(
-                "ref", services.frozen["reference"].compute_log_probs, rollouts.tokens, limit, beside
+                "ref", services.frozen["reference"].compute_log_probs, rollouts.tokens, limit, while_waiting
             ).log_probs
         else:  # LoRA: the actor without its adapters
             found["reference_log_probs"] = record.timed(
-                "ref", services.actor.compute_reference_log_probs, rollouts.tokens, limit, beside
+                "ref", services.actor.compute_reference_log_probs, rollouts.tokens, limit, while_waiting
             )
     if "teacher" in policies:
         limit = log_prob_limit(policies["teacher"].config)
         scores = record.timed(
-            "teacher", services.frozen["teacher"].compute_log_probs, rollouts.tokens, limit, beside
+            "teacher", services.frozen["teacher"].compute_log_probs, rollouts.tokens, limit, while_waiting
         )
         found["teacher_log_probs"] = scores.log_probs
         if scores.top_ids is not None:
@@ -92,7 +92,7 @@ def _frozen_policies(
 
 
 def _proximal_policy(
-    services: Services, rollouts: RolloutBatch, step: int, record: StepRecord, beside: Beside
+    services: Services, rollouts: RolloutBatch, step: int, record: StepRecord, while_waiting: WhileWaiting
 ) -> dict[str, Any]:
     """What ``PolicyEvaluations`` hold of the proximal policy, by field; where the actor corrects, nothing, or
     now and then log-probs for it to compare interpolated ones with.
@@ -108,7 +108,7 @@ def _proximal_policy(
         services.actor.compute_log_probs,
         rollouts.tokens,
         log_prob_limit(services.config.actor_rollout_ref.rollout),
-        beside,
+        while_waiting,
     )
     require_exact(services.config, scores.log_probs, rollouts, step - 1, f"step {step}")
     if not is_wanted:  # they were compared, no more
@@ -164,7 +164,7 @@ def update_critic(
     evaluations: PolicyEvaluations,
     step: int,
     record: StepRecord,
-    beside: Beside,
+    while_waiting: WhileWaiting,
 ) -> list[OptimizerStep]:
     """One optimizer step per mini-batch and epoch, none without a critic; returns what became of them."""
     if services.critic is None:
@@ -181,7 +181,7 @@ def update_critic(
         seed=request_seed({"seed": services.config.trainer.seed, "step": step}),
     )
     report = record.timed(
-        "update_critic", services.critic.update, rows, mini_batches, update_limit(critic), beside
+        "update_critic", services.critic.update, rows, mini_batches, update_limit(critic), while_waiting
     )
     record.add_records(report.metrics)
     return report.steps
@@ -193,7 +193,7 @@ def update_actor(
     batch: TrainBatch,
     control: Control,
     record: StepRecord,
-    beside: Beside,
+    while_waiting: WhileWaiting,
 ) -> ActorReport:
     """One optimizer step per mini-batch and epoch."""
     actor, rollout = services.config.actor_rollout_ref.actor, services.config.actor_rollout_ref.rollout
@@ -217,7 +217,13 @@ def update_actor(
         compares_proximal=correction.in_actor and recomputes_proximal(correction, state.step + 1),
     )
     report = record.timed(
-        "update_actor", services.actor.update, batch, mini_batches, update_limit(actor), request, beside
+        "update_actor",
+        services.actor.update,
+        batch,
+        mini_batches,
+        update_limit(actor),
+        request,
+        while_waiting,
     )
     record.add_records(report.metrics)
     planned_tokens = [mini.num_loss_tokens for mini in mini_batches]

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from verl_rc.cluster.placement import Placement
 from verl_rc.data.batches import Timed
-from verl_rc.driver.announce import say
+from verl_rc.driver.log import log
 from verl_rc.metrics import Metric, reduce_metrics
 from verl_rc.metrics.sinks import Tracker
 from verl_rc.metrics.trace import STEP, TRACE
@@ -172,7 +172,7 @@ class Pace:
         slowest = max(slowdown, key=lambda stage: slowdown[stage], default=None)
         if self.is_reported or slowest is None or slowdown[slowest] < _TIMES_LONGER:
             return Pace(first, self.is_reported)
-        say(
+        log(
             "timing_s/%s took %.1f s in step %d and %.2f s when it first ran. %s",
             slowest,
             seconds[slowest],

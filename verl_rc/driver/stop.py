@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from verl_rc.driver.announce import say
+from verl_rc.driver.log import log
 
 TERMINATED = 143
 """Exit code of a run that was asked to end: 128 + SIGTERM."""
@@ -16,51 +16,51 @@ class StoppedByAlertError(RuntimeError):
 
 
 class StopRequest:
-    """Whether SIGTERM came, or the run itself wants to end.
+    """A request to end the run, by SIGTERM or by the run itself.
 
-    The first SIGTERM is recorded; a second one ends the process at once.
+    A request counts for a step once ``accept`` has taken it up. The first SIGTERM is a request; a second one
+    ends the process at once.
     """
 
     def __init__(self) -> None:
         self.requested = False
         """Whether the run is to end, after a step that is saved."""
-        self.ending = False
-        """Whether it ends after this step."""
-        self._signalled = False
+        self.accepted = False
+        """Whether the run ends after this step."""
         self.reason: str | None = None
-        """Why this run itself asks to end; None: the scheduler does."""
+        """Why the run itself asks to end; None: the scheduler asks."""
+        self._received_sigterm = False
 
-    def decide(self) -> bool:
-        """Decide whether the run ends after this step: the request may come after the moment in which the
-        step could be saved."""
-        self.ending = self.requested
-        return self.ending
+    def request(self, reason: str) -> None:
+        """Ask for the end of the run after this step, saved."""
+        self.requested = True
+        self.reason = reason
 
-    def end_if_decided(self) -> None:
-        """End the run if that was decided: ``StoppedByAlertError`` when the run itself asked for it, else
+    def accept(self) -> None:
+        """Take up the request, if there is one: the run ends after this step. Call it while the step can
+        still be saved; a later request waits for the next step."""
+        self.accepted = self.requested
+
+    def end_if_accepted(self) -> None:
+        """End the run if a request was accepted: ``StoppedByAlertError`` when the run itself asked, else
         ``SystemExit``."""
-        if not self.ending:
+        if not self.accepted:
             return
         if self.reason is not None:
             raise StoppedByAlertError(self.reason)
         raise SystemExit(TERMINATED)
 
-    def request(self, reason: str) -> None:
-        """End the run after this step, saved."""
-        self.requested = True
-        self.reason = reason
-
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handle SIGTERM inside the context. Enter it in the main thread, after Ray has set its handler."""
-        previous = signal.signal(signal.SIGTERM, self._take)
+        previous = signal.signal(signal.SIGTERM, self._handle_sigterm)
         try:
             yield
         finally:
             signal.signal(signal.SIGTERM, previous)
 
-    def _take(self, _signal: int, _frame: FrameType | None) -> None:
-        if self._signalled:
+    def _handle_sigterm(self, _signal: int, _frame: FrameType | None) -> None:
+        if self._received_sigterm:
             raise SystemExit(TERMINATED)
-        self.requested = self._signalled = True
-        say("SIGTERM: finishing the step, saving it, ending; another SIGTERM ends at once and loses the step")
+        self.requested = self._received_sigterm = True
+        log("SIGTERM: finishing the step, saving it, ending; another SIGTERM ends at once and loses the step")

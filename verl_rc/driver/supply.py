@@ -12,8 +12,8 @@ from verl_rc.data.dataset import PromptRow
 from verl_rc.data.groups import Group, GroupSample
 from verl_rc.data.parts import Sample
 from verl_rc.data.samples import Samples
-from verl_rc.driver.announce import say
 from verl_rc.driver.group_requests import GroupRequests, end_sample, environment_seed
+from verl_rc.driver.log import log
 from verl_rc.driver.scored_groups import join, record_batch_of_groups, score_groups
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
@@ -84,7 +84,7 @@ class Supply:
         if strategy == "wait":
             oldest = max([oldest, *ages_to_come(self._progress.groups.values(), state.step, batch)])
         if oldest > options.oldest:
-            say(
+            log(
                 "groups of the checkpoint are trained on first, up to %d steps old, the bound is %d",
                 oldest,
                 options.oldest,
@@ -174,10 +174,10 @@ class Supply:
 
     def publish(self, step: int, record: StepRecord) -> None:
         """Publish the weights of ``step``."""
-        while not self._publisher.settle(step, record):
+        while not self._publisher.finish_staged(step, record):
             self._receive(record, version=step)
         if self._publishes_beside(step):
-            self._publisher.publish_beside(step, record)
+            self._publisher.publish_staged(step, record)
         else:
             while self._requests and not self._options.cuts:
                 self._receive(record, version=step)
@@ -255,7 +255,7 @@ class Supply:
             elapsed, record.seconds.get("gen", 0.0), totals.longest_group
         )
         if step == self._services.total_steps:
-            say("%s", advice(progress.waits, self._options))
+            log("%s", advice(progress.waits, self._options))
 
     # groups on their way to the engines
 
@@ -347,12 +347,12 @@ class Supply:
         """
         with record.stage("gen", numbers=list(awaited)):
             began = time.perf_counter()
-            on_loss = self._publisher.replacing(version, record)
+            replace_lost = self._publisher.engine_replacer(version, record)
             if self._options.deterministic_steps is None:
-                ended = self._services.engines.collect(_POLL_SECONDS, on_loss)
+                ended = self._services.engines.collect(_POLL_SECONDS, replace_lost)
             else:
                 ended = self._requests.requests_of(awaited)
-                self._services.engines.wait_for(ended, on_loss)
+                self._services.engines.wait_for(ended, replace_lost)
             whole = self._file(ended)
             record.add_busy("gen", time.perf_counter() - began)
         with record.stage("reward"):
@@ -360,7 +360,7 @@ class Supply:
         with record.stage("admit"):
             self._replace_missing()
 
-    def beside(self) -> None:
+    def decide_ended_groups(self) -> None:
         """Decide groups that ended while the trainer works, so that their replacements begin at once."""
         if not self._requests or self._options.deterministic_steps is not None:
             return
@@ -381,7 +381,7 @@ class Supply:
         """Collect the samples that ended before a publication, and the tokens so far of those that it cut."""
         with record.stage("update_weights"):
             ended, interrupted = self._services.engines.collect_parts(
-                self._publisher.replacing(version, record)
+                self._publisher.engine_replacer(version, record)
             )
             record.add(pause_metrics(list(interrupted.values())))
             whole = self._file(ended)
@@ -476,14 +476,14 @@ class Supply:
         elif self._options.is_synchronous:
             raise error
         if group.attempt == 0:
-            say("group %d failed and is sampled once more: %s", group.number, error)
+            log("group %d failed and is sampled once more: %s", group.number, error)
             self._requests.cancel(group.number)
             self._totals.tokens["failed"] += group.num_sampled
             self._open([self._new_group(group.number, group.epoch, group.row, attempt=1)])
             if group.number in progress.groups:
                 self._requests.submit([progress.groups[group.number]], evenly=self._options.is_synchronous)
             return
-        say("group %d failed again and is replaced: %s", group.number, error)
+        log("group %d failed again and is replaced: %s", group.number, error)
         num_decided = len(progress.admission.decided)
         self._leave([group], "failed")
         progress.failed = progress.failed.with_failure(num_decided, str(error))

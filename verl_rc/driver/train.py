@@ -3,14 +3,14 @@
 from concurrent.futures import Future
 
 from verl_rc.checkpoint import RunState
-from verl_rc.cluster.remote import Beside
+from verl_rc.cluster.remote import WhileWaiting
 from verl_rc.config.run import RunConfig
 from verl_rc.correction import CorrectionStatistics
 from verl_rc.data.batches import PolicyEvaluations
 from verl_rc.driver import checkpoints, guards, stages
-from verl_rc.driver.announce import say
 from verl_rc.driver.evaluate import validate
 from verl_rc.driver.judge import judge, judge_health
+from verl_rc.driver.log import log
 from verl_rc.driver.report_at_end import draw_curves, report_at_end
 from verl_rc.driver.services import Services
 from verl_rc.driver.setup import open_run
@@ -46,12 +46,12 @@ def train(services: Services, state: RunState) -> None:
     if trainer.val_only:
         return
     if state.step >= services.total_steps:
-        say("all %d steps are done: raise trainer.total_training_steps to go on", services.total_steps)
+        log("all %d steps are done: raise trainer.total_training_steps to go on", services.total_steps)
     while state.step < services.total_steps:
         step = state.step + 1
         record = StepRecord()
         samples = supply.take(record)
-        evaluations = stages.evaluate(services, samples.rollouts, step, record, supply.beside)
+        evaluations = stages.evaluate(services, samples.rollouts, step, record, supply.decide_ended_groups)
         control = Control.from_config(config.algorithm, state.control)
         with record.stage("adv"):
             scored = build_train_batch(
@@ -62,7 +62,7 @@ def train(services: Services, state: RunState) -> None:
         state.health, state.rollout_gap_limit = findings.health, findings.next_gap_limit
         state.rewards = state.rewards.with_scores(samples.scores, trainer.alerts.reward_window)
         updated = (
-            update(services, state, scored, evaluations, control, record, supply.beside)
+            update(services, state, scored, evaluations, control, record, supply.decide_ended_groups)
             if services.guards.decide_update(state.rewards, samples, scored, findings, record, step)
             else None
         )
@@ -83,14 +83,14 @@ def train(services: Services, state: RunState) -> None:
         state.step = step
         finish_step(services, state, record)
         pace = pace.observed(record.seconds, step, services.placement)
-    say(
+    log(
         "written to %s: %s",
         services.folder,
         ", ".join(sorted(path.name for path in services.folder.iterdir())),
     )
-    say("training curves: %s", draw_curves(services.folder))
+    log("training curves: %s", draw_curves(services.folder))
     if first is not None and last is not None:
-        say("validation accuracy: %.3f -> %.3f", first, last)
+        log("validation accuracy: %.3f -> %.3f", first, last)
 
 
 def update(
@@ -100,10 +100,9 @@ def update(
     evaluations: PolicyEvaluations,
     control: Control,
     record: StepRecord,
-    beside: Beside,
+    while_waiting: WhileWaiting,
 ) -> CorrectionStatistics | None:
-    """Update the critic, and the actor once the critic's warm-up is over, and do ``beside`` while they
-    compute.
+    """Update the critic, and the actor once the critic's warm-up is over.
 
     Returns the statistics of rollout correction in the actor, None where the driver corrects.
     """
@@ -111,14 +110,14 @@ def update(
     step = state.step + 1
     correction = config.algorithm.rollout_correction
     limit = config.trainer.max_nonfinite_updates
-    critic_steps = stages.update_critic(services, scored, evaluations, step, record, beside)
+    critic_steps = stages.update_critic(services, scored, evaluations, step, record, while_waiting)
     state.nonfinite_critic_updates = count_nonfinite_updates(
         state.nonfinite_critic_updates, "critic", critic_steps, limit
     )
     if step < config.trainer.critic_warmup:
         guards.withhold(scored.batch, record)
         return None
-    report = stages.update_actor(services, state, scored.batch, control, record, beside)
+    report = stages.update_actor(services, state, scored.batch, control, record, while_waiting)
     state.skipped_updates = count_skipped_updates(
         state.skipped_updates, report.loss_tokens, correction.max_skipped_updates
     )
@@ -135,11 +134,11 @@ def update(
 
 def finish_step(services: Services, state: RunState, record: StepRecord) -> None:
     """Write a checkpoint if one is due, log the step, and commit the checkpoint, in this order: a committed
-    step has metrics. End the run if that was decided."""
+    step has metrics. End the run if a request to end it was accepted."""
     checkpoints.write(services, state, record)
     record.log(services.tracker, state.step, {"training/global_step": state.step})
     checkpoints.commit(services, state.step)
-    services.stop.end_if_decided()
+    services.stop.end_if_accepted()
 
 
 def start(services: Services, state: RunState, publisher: Publisher) -> float | None:

@@ -3,10 +3,12 @@
 Sharded models on two ranks are in tests/integration/test_shards.py.
 """
 
+import io
 import resource
 import threading
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.optim import AdamW, Optimizer
 
-from verl_rc.checkpoint.shard_folder import shards_problem
+from verl_rc.checkpoint import shards
+from verl_rc.checkpoint.shard_folder import ShardHeader, shards_problem
 from verl_rc.checkpoint.shards import (
     BackgroundWriter,
     collect_shards,
@@ -46,6 +49,38 @@ def train(model: nn.Sequential, optimizer: AdamW, steps: int) -> None:
         model(torch.rand(4, 3)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+class TwoRanks:
+    """``torch.distributed`` on rank 0 of two, whose peer does not fail."""
+
+    problems: tuple[str | None, ...] = ()
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_world_size(self) -> int:
+        return 2
+
+    def get_rank(self) -> int:
+        return 0
+
+    def all_gather_object(self, problems: list[str | None], problem: str | None, group: Any) -> None:
+        problems[:] = self.problems = (problem, None)
+
+
+def test_a_failure_of_any_type_reaches_the_other_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that raised past the collective would leave its peers waiting in it."""
+    ranks = TwoRanks()
+    monkeypatch.setattr(shards, "dist", ranks)
+    monkeypatch.setattr(shards, "read_metadata", lambda folder: {}["no such key"])
+    model, optimizer = build(1)
+    ShardHeader(False, [], [], {}).write(tmp_path)
+    with pytest.raises(CheckpointError, match="KeyError"):
+        load_shards(tmp_path, model, optimizer)
+    assert ranks.problems == ("KeyError('no such key')", None)
 
 
 @pytest.mark.parametrize("steps_before", [0, 3])
@@ -180,7 +215,16 @@ def test_no_file_changes_nothing(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("content", [b"", b"PK", b"nothing"])
+def of_zip(pickled: bytes) -> bytes:
+    """torch's file of one pickle."""
+    file = io.BytesIO()
+    with ZipFile(file, "w") as archive:
+        archive.writestr("state/data.pkl", pickled)
+        archive.writestr("state/version", "3")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"nothing", of_zip(b"\x80\x02h\x05.")])
 def test_a_broken_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "state.pt").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"state\.pt must hold random states"):

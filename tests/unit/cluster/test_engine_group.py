@@ -52,7 +52,7 @@ class Engine:
         self.parts: list[list[int]] = []
         """Tokens that each submitted sample came with."""
 
-    def call(self, method: str, *arguments: Any, what: str | None = None) -> Call:
+    def call(self, method: str, *arguments: Any, task: str | None = None) -> Call:
         if self.failure:
             return Call(self.failure)
         if method == "submit":
@@ -73,7 +73,7 @@ class Engine:
         if method in ("resume", "finish", "cancel"):
             self.told.append((method, *arguments))
             return Call(None)
-        assert (method, what) == ("collect", "generate")
+        assert (method, task) == ("collect", "generate")
         at_least, _ = arguments
         taken, self.ended = self.ended[:at_least], self.ended[at_least:]
         failures = {one.number: "the tool failed" for one in taken if one.request.seed in self.fails}
@@ -92,16 +92,16 @@ class Engine:
 def group_of(
     num_engines: int, monkeypatch: pytest.MonkeyPatch, deterministic_steps: int | None = None
 ) -> tuple[EngineGroup, list[Engine]]:
-    def answers(calls: Sequence[Call], *_: Any) -> Iterator[tuple[Call, Any]]:
+    def as_completed(calls: Sequence[Call], *_: Any) -> Iterator[tuple[Call, Any]]:
         return ((call, call.answer) for call in calls)
 
-    monkeypatch.setattr(engine_group, "answers", answers)
+    monkeypatch.setattr(engine_group, "as_completed", as_completed)
     group = EngineGroup.__new__(EngineGroup)
     engines = [Engine() for _ in range(num_engines)]
     vars(group).update(_engines=engines, _timeout_seconds=1.0, _work=EngineWork(num_engines), _replaced=set())
     options = SimpleNamespace(worker="room:Engine", deterministic=deterministic_steps is not None)
     vars(group).update(_options=options)
-    vars(group).update(_submitting=[])
+    vars(group).update(_submissions=[])
     return group, engines
 
 
@@ -122,13 +122,13 @@ def test_only_what_the_lost_engine_had_is_asked_for_again_and_as_a_whole(
     group, engines = group_of(3, monkeypatch)
     losses: list[tuple[list[int], int]] = []
 
-    def on_loss(lost: EnginesLostError) -> None:
+    def replace_lost(lost: EnginesLostError) -> None:
         losses.append((lost.engines, group.num_held(lost.engines)))
         group.replace(lost.engines, TIMEOUT)
         engines[1].failure = failure if len(losses) == 1 else None
 
     engines[1].failure = failure
-    assert first_tokens(group.generate(requests(*range(8)), OPTIONS, on_loss)) == list(range(8))
+    assert first_tokens(group.generate(requests(*range(8)), OPTIONS, replace_lost)) == list(range(8))
     assert [engine.asked for engine in engines] == [[[0, 1, 6]], [[2, 3, 7]], [[4, 5]]]
     assert losses == [([1], 3), ([1], 3)]
     assert [engine.replaced for engine in engines] == [0, 2, 0]
@@ -212,8 +212,8 @@ def test_what_an_update_cut_is_known_and_a_lost_engines_samples_continue_from_th
 def whole_answers(call: Any) -> Any:
     """Of ``call``, where asking for no sample at least gives all that have ended."""
 
-    def answered(self: Engine, method: str, *arguments: Any, what: str | None = None) -> Call:
-        return call(self, method, *((len(self.ended), 0.0) if method == "collect" else arguments), what=what)
+    def answered(self: Engine, method: str, *arguments: Any, task: str | None = None) -> Call:
+        return call(self, method, *((len(self.ended), 0.0) if method == "collect" else arguments), task=task)
 
     return answered
 
@@ -224,7 +224,7 @@ def test_with_a_limit_of_steps_engines_are_told_when_to_go_on_and_for_which_samp
     group, engines = group_of(2, monkeypatch, deterministic_steps=5)
     group.submit(requests(10, 11, 12), OPTIONS, owners="abc")
     group.begin_steps()
-    assert not group._submitting  # they were waited for, so that the steps begin with them
+    assert not group._submissions  # they were waited for, so that the steps begin with them
     assert first_tokens(group.finish(group.submitted())) == [10, 11, 12]
     assert [engine.told for engine in engines] == [[("resume",), ("finish", [0, 1, 2])]] * 2
     group.submit(requests(14, 15), OPTIONS, owners="de")
@@ -242,12 +242,12 @@ def test_with_a_limit_of_steps_a_new_engine_is_told_what_is_required_when_it_has
     group, (engine,) = group_of(1, monkeypatch, deterministic_steps=4)
     group.submit(requests(10, 11), OPTIONS, owners="ab")
 
-    def on_loss(lost: EnginesLostError) -> None:
+    def replace_lost(lost: EnginesLostError) -> None:
         group.replace(lost.engines, TIMEOUT)
         engine.told.clear()
 
     engine.failure = DEAD
-    group.wait_for(group.submitted(), on_loss)
+    group.wait_for(group.submitted(), replace_lost)
     assert engine.asked == [[10, 11], [10, 11]]
     assert engine.told == [("resume",), ("finish", [0, 1])]
 

@@ -24,7 +24,7 @@ class Call:
     """A call that has been answered."""
 
     def __init__(self, answer: Any) -> None:
-        self.answer, self.reference = answer, object()
+        self.answer = answer
 
 
 class ProcessHere:
@@ -41,7 +41,7 @@ class ProcessHere:
         self.engine = getattr(import_module(module), name)(**arguments)
         return Call(None)
 
-    def call(self, method: str, *arguments: Any, what: str | None = None) -> Call:
+    def call(self, method: str, *arguments: Any, task: str | None = None) -> Call:
         return Call(getattr(self.engine, method)(*arguments))
 
 
@@ -49,11 +49,11 @@ class ProcessHere:
 def group(monkeypatch: pytest.MonkeyPatch) -> EngineGroup:
     """Two engines that are tables, which give a sample four tokens of each version."""
 
-    def answers(calls: Sequence[Call], *_: Any) -> Iterator[tuple[Call, Any]]:
+    def as_completed(calls: Sequence[Call], *_: Any) -> Iterator[tuple[Call, Any]]:
         return ((call, call.answer) for call in calls)
 
     monkeypatch.setattr(engine_group, "RemoteProcess", ProcessHere)
-    monkeypatch.setattr(engine_group, "answers", answers)
+    monkeypatch.setattr(engine_group, "as_completed", as_completed)
     place = SimpleNamespace(options=lambda reserve_gpu: {})
     placement: Any = SimpleNamespace(
         engine_threads=1, device="cpu", one_node=True, shares_devices=False, engine_places=[place, place]

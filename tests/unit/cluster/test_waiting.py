@@ -47,7 +47,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Slow:
 
 def test_work_is_done_beside_until_all_have_answered(ray: Slow) -> None:
     done: list[int] = []
-    assert remote.wait_for_all(pending(1, 2), beside=lambda: done.append(1)) == [10, 20]
+    assert remote.wait_for_all(pending(1, 2), while_waiting=lambda: done.append(1)) == [10, 20]
     assert len(done) == 4  # two looks without an answer for each of them
     assert set(ray.timeouts) == {0.25}
 
@@ -64,14 +64,14 @@ def test_without_work_beside_the_driver_waits_for_an_answer(
 def test_a_silent_rank_ends_the_wait_with_work_beside_too(ray: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(remote.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(remote, "_report", lambda *_: "rank 0 is silent")
+    monkeypatch.setattr(remote.WATCHDOG, "report", lambda *_: "rank 0 is silent", raising=False)
     ray.left = ray.looks = 1000
 
     def work() -> None:
         now[0] += 1.0
 
     with pytest.raises(HangError, match="rank 0 is silent"):
-        remote.wait_for_all(pending(1), timeout_seconds=5.0, beside=work)
+        remote.wait_for_all(pending(1), timeout_seconds=5.0, while_waiting=work)
     assert now[0] == 5.0
 
 
@@ -80,7 +80,7 @@ def test_what_fails_beside_ends_the_wait(ray: Slow) -> None:
         raise RuntimeError("an engine failed")
 
     with pytest.raises(RuntimeError, match="an engine failed"):
-        remote.wait_for_all(pending(1), beside=work)
+        remote.wait_for_all(pending(1), while_waiting=work)
 
 
 def test_a_timed_wait_does_the_work_beside_too(ray: Slow) -> None:

@@ -45,7 +45,7 @@ class Group:
     def offer_bucket(self, index: int, offers: Any, whole: bool) -> None:
         self.sent.append((index, whole))
 
-    def wait(self, pending: Any, beside: Any = ()) -> tuple[dict[int, None], list[None]]:
+    def wait(self, pending: Any, peers: Any = ()) -> tuple[dict[int, None], list[None]]:
         return {0: None}, [None]
 
     def __getattr__(self, name: str) -> Any:

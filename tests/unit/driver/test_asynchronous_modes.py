@@ -53,7 +53,7 @@ class Slow(World):
         self.ended: set[int] = set()
         self.published: list[int] = []
 
-    def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+    def look(self, wait_seconds: float, replace_lost: Any = None) -> list[int]:
         running = sorted(self.under_way - self.ended)
         self.ended |= {number for number in running if self.rng.random() < 0.3} or set(running[:1])
         return sorted(self.ended & self.under_way)
@@ -197,7 +197,7 @@ def test_by_completion_a_batch_does_not_wait_for_a_straggler_that_may_come_later
     class Straggling(Slow):
         """The first sample ends last."""
 
-        def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+        def look(self, wait_seconds: float, replace_lost: Any = None) -> list[int]:
             running = sorted(self.under_way - self.ended)
             self.ended |= set(running[-1:])
             return sorted(self.ended & self.under_way)
@@ -227,7 +227,7 @@ def test_the_wait_for_older_groups_is_told_from_the_wait_for_a_batch(
     monkeypatch.setattr("verl_rc.driver.supply.time", clock)
 
     class InReverse(Slow):
-        def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+        def look(self, wait_seconds: float, replace_lost: Any = None) -> list[int]:
             running = sorted(self.under_way - self.ended)
             self.ended |= set(running[-2:])  # a group
             return sorted(self.ended & self.under_way)
@@ -258,9 +258,11 @@ def test_ages_are_those_of_the_plan(tmp_path: Path, every: int, staleness: int, 
             super().__init__()
             self.updates_before: list[int] = []
 
-        def compute_log_probs(self, tokens: TokenBatch, limit: Any, beside: Any = None) -> Timed[TokenScores]:
+        def compute_log_probs(
+            self, tokens: TokenBatch, limit: Any, while_waiting: Any = None
+        ) -> Timed[TokenScores]:
             self.updates_before.append(self.updates)
-            return super().compute_log_probs(tokens, limit, beside)
+            return super().compute_log_probs(tokens, limit, while_waiting)
 
     world, steps = Watching(), 7
     mode = {
@@ -363,9 +365,11 @@ class Sharing(Slow):
         assert not self.under_way
         self.awake = False
 
-    def compute_log_probs(self, tokens: TokenBatch, limit: Any, beside: Any = None) -> Timed[TokenScores]:
+    def compute_log_probs(
+        self, tokens: TokenBatch, limit: Any, while_waiting: Any = None
+    ) -> Timed[TokenScores]:
         assert self.updates == 0 or not self.awake, "the engines hold the devices"
-        return super().compute_log_probs(tokens, limit, beside)
+        return super().compute_log_probs(tokens, limit, while_waiting)
 
 
 def test_engines_that_share_devices_end_what_they_have_before_training(tmp_path: Path) -> None:
@@ -442,11 +446,13 @@ def test_what_replaces_a_group_begins_while_the_trainer_works(tmp_path: Path) ->
             self.submitted_in_updates += len(requests) * self.training
             return super().submit(requests, options, **_)
 
-        def compute_log_probs(self, tokens: TokenBatch, limit: Any, beside: Any = None) -> Timed[TokenScores]:
-            if beside is not None:  # canary tokens are evaluated without
+        def compute_log_probs(
+            self, tokens: TokenBatch, limit: Any, while_waiting: Any = None
+        ) -> Timed[TokenScores]:
+            if while_waiting is not None:  # canary tokens are evaluated without
                 self.evaluations_served += 1
-                beside()
-            return super().compute_log_probs(tokens, limit, beside)
+                while_waiting()
+            return super().compute_log_probs(tokens, limit, while_waiting)
 
         def update(self, *arguments: Any) -> Any:
             self.training = True
@@ -471,11 +477,11 @@ def test_an_engine_lost_while_the_trainer_works_is_replaced_afterwards(tmp_path:
     class LostInUpdate(Slow):
         lost = 0
 
-        def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
-            if on_loss is None:
+        def look(self, wait_seconds: float, replace_lost: Any = None) -> list[int]:
+            if replace_lost is None:
                 self.lost += 1
                 raise EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {})
-            return super().look(wait_seconds, on_loss)
+            return super().look(wait_seconds, replace_lost)
 
         def update(self, *arguments: Any) -> Any:
             arguments[-1]()
@@ -670,8 +676,8 @@ class Hanging(Slow):
         self.hung = numbers[1] if self.hung is None else self.hung
         return numbers
 
-    def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
-        super().look(wait_seconds, on_loss)
+    def look(self, wait_seconds: float, replace_lost: Any = None) -> list[int]:
+        super().look(wait_seconds, replace_lost)
         return sorted((self.ended & self.under_way) - {self.hung})
 
 
@@ -692,7 +698,7 @@ def test_groups_that_grow_too_old_are_dropped_and_replaced(tmp_path: Path) -> No
     class OneIsSlow(Slow):
         """All ends at once, but the first sample of all."""
 
-        def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+        def look(self, wait_seconds: float, replace_lost: Any = None) -> list[int]:
             return sorted(self.under_way - {0})
 
     mode = {
@@ -750,7 +756,7 @@ def test_lengths_that_differ_are_an_alert_after_twenty_steps(
 
 def test_the_end_says_how_long_the_trainer_waited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("verl_rc.driver.supply.say", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr("verl_rc.driver.supply.log", lambda text, *values: said.append(text % values))
     run(tmp_path, OWN_DEVICES, world=World(), **LEAD)
     (line,) = [one for one in said if "waited" in one]
     assert line.startswith("the trainer waited for samples ")

@@ -187,18 +187,18 @@ def test_a_request_that_comes_after_the_save_began_ends_the_run_at_once_or_after
     run.stop.requested = True
     checkpoints.commit(run, 2)
     assert committed(run)[0] == "global_step_2"
-    assert run.stop.ending
+    assert run.stop.accepted
 
     run.stop = StopRequest()  # type: ignore[misc]
     run.config.trainer.save_freq = 100  # type: ignore[misc]
     checkpoints.write(run, RunState(step=3), StepRecord())
     run.stop.requested = True
     checkpoints.commit(run, 3)
-    run.stop.end_if_decided()  # step 3 would be lost
+    run.stop.end_if_accepted()  # step 3 would be lost
     save(run, 4)
     assert committed(run)[0] == "global_step_4"
     with pytest.raises(SystemExit):
-        run.stop.end_if_decided()
+        run.stop.end_if_accepted()
 
 
 def test_a_write_beside_the_steps_that_fails_is_told_like_any_other(run: Services, actor: Learner) -> None:

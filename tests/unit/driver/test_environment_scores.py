@@ -120,8 +120,8 @@ class Failing(Episodes):
         super().__init__()
         self.attempts = attempts
 
-    def collect(self, wait_seconds: float, on_loss: Any) -> list[Request]:
-        ended = super().collect(wait_seconds, on_loss)
+    def collect(self, wait_seconds: float, replace_lost: Any) -> list[Request]:
+        ended = super().collect(wait_seconds, replace_lost)
         for request in ended:
             episode = request.queued.request.episode
             assert episode is not None
@@ -149,8 +149,8 @@ def test_an_environment_that_always_fails_ends_the_run() -> None:
     run = run_of()
 
     class Always(Failing):
-        def collect(self, wait_seconds: float, on_loss: Any) -> list[Request]:
-            ended = Engines.collect(self, wait_seconds, on_loss)
+        def collect(self, wait_seconds: float, replace_lost: Any) -> list[Request]:
+            ended = Engines.collect(self, wait_seconds, replace_lost)
             for request in ended:
                 request.outcome = "the sandbox was lost"
             return ended

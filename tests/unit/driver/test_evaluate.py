@@ -34,7 +34,7 @@ class ScriptedEngines:
         self.version = 0
         self._drawn = {}
 
-    def generate(self, requests, options, on_loss):
+    def generate(self, requests, options, replace_lost):
         self.calls.append((list(requests), options))
         tokens = []
         for request in requests:

@@ -96,18 +96,18 @@ class Cutting(World):
         for number in self.grown:
             self.grow(number, PACE)
 
-    def wait_for(self, requests: Sequence[Request], on_loss: Any = None) -> float:
+    def wait_for(self, requests: Sequence[Request], replace_lost: Any = None) -> float:
         for request in requests:
             self.waited.append(self.missing(request.number))
             self.grow(request.number, WIDTH)
         self.hand_over([request.number for request in requests])
         return 0.5
 
-    def collect_parts(self, on_loss: Any = None) -> tuple[list[Request], dict[int, Any]]:
+    def collect_parts(self, replace_lost: Any = None) -> tuple[list[Request], dict[int, Any]]:
         self.told = {number: list(parts) for number, parts in self.grown.items()}
         return self.hand_over([number for number in self.grown if not self.missing(number)]), {}
 
-    def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+    def look(self, wait_seconds: float, replace_lost: Any = None) -> list[int]:
         """One more token of each."""
         for number in self.grown:
             self.grow(number, 1)
@@ -119,7 +119,7 @@ class Cutting(World):
         return [Sample(number, self.grown.pop(number), finished=True) for number in numbers]
 
     def generate(
-        self, requests: Sequence[GenerationRequest], options: Any, on_loss: Any = None
+        self, requests: Sequence[GenerationRequest], options: Any, replace_lost: Any = None
     ) -> list[Sample]:
         return self.sample(requests)
 
@@ -301,13 +301,13 @@ class Losing(Cutting):
         super().__init__()
         self.at, self.calls = at, 0
 
-    def collect_parts(self, on_loss: Any = None) -> tuple[list[Request], dict[int, Any]]:
+    def collect_parts(self, replace_lost: Any = None) -> tuple[list[Request], dict[int, Any]]:
         self.calls += 1
         if self.calls == self.at:
             self.grown = {number: list(parts) for number, parts in self.told.items()}
-            on_loss(EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {}))
+            replace_lost(EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {}))
             return [], {}
-        return super().collect_parts(on_loss)
+        return super().collect_parts(replace_lost)
 
     def num_held(self, engines: Sequence[int]) -> int:
         return len(self.grown)
@@ -339,18 +339,18 @@ class Unequal(Losing):
     """Two engines, which share samples by their numbers: the second has half the pace, and is lost at one
     publication."""
 
-    def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+    def look(self, wait_seconds: float, replace_lost: Any = None) -> list[int]:
         for number in self.grown:
             self.grow(number, 2 - number % 2)
         return [number for number in self.grown if not self.missing(number)]
 
-    def collect_parts(self, on_loss: Any = None) -> tuple[list[Request], dict[int, Any]]:
+    def collect_parts(self, replace_lost: Any = None) -> tuple[list[Request], dict[int, Any]]:
         self.calls += 1
         if self.calls == self.at:
             lost = {number: list(parts) for number, parts in self.told.items() if number % 2}
             self.grown |= lost
-            on_loss(EnginesLostError({1: ProcessLostError("rollout engine 1 died")}, {}))
-        return Cutting.collect_parts(self, on_loss)
+            replace_lost(EnginesLostError({1: ProcessLostError("rollout engine 1 died")}, {}))
+        return Cutting.collect_parts(self, replace_lost)
 
 
 @pytest.mark.parametrize("every", [1, 2])

@@ -124,7 +124,7 @@ def test_a_run_is_no_longer_than_its_prompts_and_says_so(
     asked: str, steps: int, is_said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr("verl_rc.driver.setup.say", lambda message, *values: lines.append(message % values))
+    monkeypatch.setattr("verl_rc.driver.setup.log", lambda message, *values: lines.append(message % values))
     config = small_run_config(tmp_path, "trainer.total_epochs=2", f"trainer.total_training_steps={asked}")
     assert steps_of_run(config.trainer, steps_of_epoch=7) == steps
     said = [

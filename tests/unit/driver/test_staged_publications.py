@@ -57,7 +57,7 @@ class OneAtATime(World):
         self.engine, self.version = held
         return numbers
 
-    def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+    def look(self, wait_seconds: float, replace_lost: Any = None) -> list[int]:
         self.ended |= set(sorted(self.under_way - self.ended)[:1])
         if self.older is not None and not self.older - self.ended:
             self.engine, self.version, self.older = self.staged_value, self.staged.version, None
@@ -68,7 +68,7 @@ class OneAtATime(World):
         if self.lost_at == version:
             self.lost_at = 0
             raise EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {})
-        self.staged = SimpleNamespace(version=version, sent=None)
+        self.staged = SimpleNamespace(version=version, send_receipt=None)
         self.staged_value, self.older = self.trained, self.under_way - self.ended
         self.look(0.0)
 

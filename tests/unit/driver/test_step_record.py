@@ -87,7 +87,7 @@ PLACEMENT = Placement("cpu", 1, 1, 3, 5, True, True, (), ())
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     messages: list[str] = []
     monkeypatch.setattr(
-        "verl_rc.driver.step_record.say", lambda message, *arguments: messages.append(message % arguments)
+        "verl_rc.driver.step_record.log", lambda message, *arguments: messages.append(message % arguments)
     )
     monkeypatch.setattr("verl_rc.driver.step_record.usable_cores", lambda: 2)
     return messages

@@ -258,15 +258,15 @@ class Losing(World):
         self.asked |= dict(zip(numbers, requests, strict=True))
         return numbers
 
-    def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+    def look(self, wait_seconds: float, replace_lost: Any = None) -> list[int]:
         self.calls += 1
         if self.calls == self.call:
             self.owed, self.under_way = self.under_way, set()
-            on_loss(EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {}))
+            replace_lost(EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {}))
             for number in self.owed:
                 (self.answers[number],) = self.sample([self.asked[number]])
             self.under_way = self.owed
-        return super().look(wait_seconds, on_loss)
+        return super().look(wait_seconds, replace_lost)
 
     def num_held(self, engines: Sequence[int]) -> int:
         return len(self.owed)
@@ -330,7 +330,7 @@ class Asked(World):
         self.calls.append(f"submit {len(requests)}")
         return super().submit(requests, options, **_)
 
-    def look(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+    def look(self, wait_seconds: float, replace_lost: Any = None) -> list[int]:
         """Half of what is under way has ended."""
         running = sorted(self.under_way)
         self.calls.append(f"collect from {len(running)}")

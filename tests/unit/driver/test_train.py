@@ -102,9 +102,9 @@ class CorrectingActor(World):
         super().__init__()
         self.thresholds: list[float] = []
 
-    def update(self, batch: Any, mini_batches: Any, limit: Any, request: Any, *beside: Any) -> Any:
+    def update(self, batch: Any, mini_batches: Any, limit: Any, request: Any, *while_waiting: Any) -> Any:
         self.thresholds.append(request.correction.rollout_rs_threshold)
-        answer = super().update(batch, mini_batches, limit, request, *beside)
+        answer = super().update(batch, mini_batches, limit, request, *while_waiting)
         if not request.correction.in_actor:
             return answer
         measured = measure(
@@ -180,7 +180,7 @@ def test_the_closing_line_is_about_two_validations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frequency: int, said: list[str]
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(train, "say", lambda message, *numbers: lines.append(message % numbers))
+    monkeypatch.setattr(train, "log", lambda message, *numbers: lines.append(message % numbers))
     monkeypatch.setattr(train, "validate", lambda *arguments: (arguments[-1] + 1) / 10)
     live(tmp_path, RunState(), None, "trainer.val_before_train=True", f"trainer.test_freq={frequency}")
     assert [line for line in lines if line.startswith("validation")] == said

@@ -12,7 +12,7 @@ import torch
 from made_samples import sample
 
 from verl_rc.checkpoint import RunState
-from verl_rc.cluster.engine_group import EnginesLostError, OnLoss
+from verl_rc.cluster.engine_group import EngineReplacer, EnginesLostError
 from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.data.batches import Timed, TokenBatch, TokenScores
 from verl_rc.data.parts import Sample
@@ -56,9 +56,9 @@ class Machine:
         if self.failed_starts:
             raise self.failed_starts.pop(0)
 
-    def generate(self, requests: list[Any], options: Any, on_loss: OnLoss) -> None:
+    def generate(self, requests: list[Any], options: Any, replace_lost: EngineReplacer) -> None:
         """Engine 1 is lost; what is sampled afterwards is of no interest."""
-        on_loss(loss(1))
+        replace_lost(loss(1))
 
     def open(self) -> None:
         self.done.append("open")
@@ -109,7 +109,9 @@ def run_on(machine: Machine, limit: int) -> Services:
 
 def test_new_engines_get_the_weights_the_others_have_with_proof(machine: Machine) -> None:
     record = StepRecord()
-    machine.generate([GenerationRequest([1], 0)] * 8, OPTIONS, on(machine, limit=3).replacing(4, record))
+    machine.generate(
+        [GenerationRequest([1], 0)] * 8, OPTIONS, on(machine, limit=3).engine_replacer(4, record)
+    )
     assert machine.done == [
         ("replace", [1]),
         "sleep",
@@ -129,7 +131,7 @@ def test_new_engines_get_the_weights_the_others_have_with_proof(machine: Machine
 def test_requests_of_an_engine_that_is_lost_while_another_is_replaced_are_counted(machine: Machine) -> None:
     machine.losses, machine.failed_starts = [loss(0)], [loss(1)]
     record = StepRecord()
-    machine.generate([], OPTIONS, on(machine, limit=3).replacing(4, record))
+    machine.generate([], OPTIONS, on(machine, limit=3).engine_replacer(4, record))
     assert (record.engines_replaced, record.requests_reissued) == (3, 16)
 
 
@@ -169,7 +171,7 @@ def test_engines_that_do_not_start_are_started_again_as_long_as_the_limit_allows
 class Beside(Machine):
     """Its engine is lost while weights are staged, or while it is asked for them; a new one takes 5 s."""
 
-    staged = SimpleNamespace(version=5, sent=None)
+    staged = SimpleNamespace(version=5, send_receipt=None)
 
     def __init__(self, clock: Mock) -> None:
         super().__init__()
@@ -185,7 +187,7 @@ class Beside(Machine):
         self.clock.return_value += 5.0
 
 
-@pytest.mark.parametrize("call", ["publish_beside", "settle"])
+@pytest.mark.parametrize("call", ["publish_staged", "finish_staged"])
 def test_seconds_of_a_replacement_beside_training_are_those_of_a_stage(machine: Machine, call: str) -> None:
     with patch("verl_rc.driver.step_record.time.perf_counter", return_value=0.0) as clock:
         record = StepRecord()
