@@ -77,7 +77,9 @@ def _trainer(model_folder: str, dtype: str, exact: bool) -> ChildProcess:
     )
 
 
-def first_divergence(first: str, engine: Sequence[ComparedOperation], trainer: Sequence[ComparedOperation]) -> Divergence:
+def first_divergence(
+    first: str, engine: Sequence[ComparedOperation], trainer: Sequence[ComparedOperation]
+) -> Divergence:
     """The first operation of ``engine`` that is farther from float32 than ``trainer`` in its precision is.
 
     Args:
