@@ -54,7 +54,7 @@ class Adapted(Subject):
 
     def sender(self) -> WeightSender:
         sender = sender_of(self.model)
-        sender.manifest = sender.update_manifest(whole=False)
+        sender.manifest = sender.update_manifest(full=False)
         return sender
 
     def change(self, seed: int) -> Any:
