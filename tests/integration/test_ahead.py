@@ -104,7 +104,7 @@ def test_engines_that_load_weights_when_they_can_leave_what_the_others_leave(
         assert (waiting / "rollouts" / f"{step}.jsonl").read_bytes() == (
             beside / "rollouts" / f"{step}.jsonl"
         ).read_bytes()
-    point = ("verl_rc.driver.weights:Publisher.publish_beside", "2", "0.005")
+    point = ("verl_rc.driver.weights:Publisher.publish_staged", "2", "0.005")
     result = train([*overrides, *STAGED, STAGE, *of_folder(lost)], "engine", "SIGKILL", *point)
     assert result.returncode == 0, result.stderr[-3000:]
     assert len(set(prompts_in_order(lost, 4))) == 16

@@ -60,32 +60,32 @@ class ActorGroup(RankGroup):
         arguments = [(*part, request) for part in self.split(batch, mini_batches, limit)]
         return self.call_update(arguments, while_waiting).map(_merged)
 
-    def manifest(self, whole: bool) -> Manifest:
+    def manifest(self, all_tensors: bool) -> Manifest:
         """The manifest of a weight update: of all tensors, or of those that training changes."""
-        manifest: Manifest = wait_for_all([self._ranks[0].call("manifest", whole)])[0]
+        manifest: Manifest = wait_for_all([self._ranks[0].call("manifest", all_tensors)])[0]
         return manifest
 
     def join_transfer(self, address: TransferAddress) -> list[Pending]:
         """Join the weight-transfer group; answers when the engines have joined too."""
         return [self._ranks[0].call("join_transfer", address)]
 
-    def send_weights(self, whole: bool) -> list[Pending]:
+    def send_weights(self, all_tensors: bool) -> list[Pending]:
         """Broadcast the current weights; the first answer is the sender's receipt."""
-        return [rank.call("send_weights", whole) for rank in self._ranks]
+        return [rank.call("send_weights", all_tensors) for rank in self._ranks]
 
     def device_keys(self) -> list[str]:
         """The device of each rank, as engine workers name theirs."""
         return [key for key, _ in wait_for_all([rank.call("describe_buckets") for rank in self._ranks])]
 
-    def num_buckets(self, whole: bool) -> int:
+    def num_buckets(self, all_tensors: bool) -> int:
         """Number of buckets of a weight update."""
-        return int(wait_for_all([self._ranks[0].call("describe_buckets", whole)])[0][1])
+        return int(wait_for_all([self._ranks[0].call("describe_buckets", all_tensors)])[0][1])
 
-    def offer_bucket(self, index: int, offers: Sequence[bool], whole: bool) -> list[Pending]:
+    def offer_bucket(self, index: int, offers: Sequence[bool], all_tensors: bool) -> list[Pending]:
         """Gather one bucket on all ranks and share it on those that ``offers`` selects; each answer is a
         handle."""
         return [
-            rank.call("offer_bucket", index, share, whole)
+            rank.call("offer_bucket", index, share, all_tensors)
             for rank, share in zip(self._ranks, offers, strict=True)
         ]
 

@@ -21,48 +21,48 @@ Receipts = Sequence[Sequence[LoadReceipt]]
 
 
 @dataclass(frozen=True)
-class Staged:
-    """Weights that engines load when they can."""
+class StagedUpdate:
+    """An update that engines have received and load when they can."""
 
     version: int
-    sent: SendReceipt
+    send_receipt: SendReceipt
 
 
 class WeightTransport(ABC):
     """Sends the actor's current weights to every engine. Methods raise ``EnginesLostError`` when an engine is
     lost.
 
-    The first update has all tensors, because new engines have none, the others those that training changes.
+    The first update has all tensors, because new engines have none; later ones have the tensors that training
+    changes.
     """
 
     def __init__(self, actor: ActorGroup, engines: EngineGroup) -> None:
-        """``open`` comes before the first update."""
+        """Call ``open`` before the first update."""
         self._actor, self._engines = actor, engines
-        self._manifests = {whole: actor.manifest(whole) for whole in (True, False)}
-        self._is_whole = self._is_first = True
-        self.staged: Staged | None = None
-        """The update that was staged last; None once its arrival is proven, or another update was delivered.
-        """
+        self._manifests = {all_tensors: actor.manifest(all_tensors) for all_tensors in (True, False)}
+        self._sends_all_tensors = self._is_first = True
+        self.staged: StagedUpdate | None = None
+        """The last staged update; None once its receipts are checked, or another update was delivered."""
 
     @property
     def manifest(self) -> Manifest:
-        """The tensors of the update that was delivered or staged last."""
-        return self._manifests[self._is_whole]
+        """The tensors of the last update that was delivered or staged."""
+        return self._manifests[self._sends_all_tensors]
 
     def open(self) -> None:
-        """Prepare for updates, the first of which has all tensors; call again after engines have been
+        """Prepare for updates, the first of which has all tensors; call it again after engines were
         replaced."""
         self._connect()
         self._is_first = True
 
     def _begin(self) -> bool:
         """Begin an update; returns whether it has all tensors."""
-        self._is_whole, self._is_first = self._is_first, False
-        return self._is_whole
+        self._sends_all_tensors, self._is_first = self._is_first, False
+        return self._sends_all_tensors
 
     @abstractmethod
     def _connect(self) -> None:
-        """Bring the ranks and the engines that there are together."""
+        """Connect the ranks with the engines."""
 
     @abstractmethod
     def deliver(self, version: int) -> tuple[SendReceipt, Receipts]:
@@ -70,15 +70,15 @@ class WeightTransport(ABC):
         ``check_receipts``."""
 
     def stage(self, version: int) -> None:
-        """Send the weights, which engines load as ``version`` when they have ended what was submitted before.
+        """Send the weights and set ``staged``; each engine loads them as ``version`` once it has ended the
+        requests submitted before.
 
-        ``staged`` remembers them. Only where ``checkpoint_engine.stage_updates`` is set, see
-        ``check_async_training``.
+        Only where ``checkpoint_engine.stage_updates`` is set, see ``check_async_training``.
         """
         raise NotImplementedError
 
     def loaded(self) -> Receipts | None:
-        """The engines' receipts of the update staged last; None: an engine has not loaded it yet."""
+        """The engines' receipts of the last staged update; None: an engine has not loaded it yet."""
         raise NotImplementedError
 
 
@@ -86,7 +86,7 @@ class BroadcastTransport(WeightTransport):
     """Rank 0 of the actor broadcasts over a separate process group: gloo, or NCCL between GPUs."""
 
     def __init__(self, actor: ActorGroup, engines: EngineGroup, rollout: RolloutConfig) -> None:
-        """``open`` makes the group."""
+        """``open`` creates the process group."""
         super().__init__(actor, engines)
         self._workers_per_engine = rollout.tensor_model_parallel_size
         self._bucket_bytes = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
@@ -95,30 +95,30 @@ class BroadcastTransport(WeightTransport):
         """Create a process group of the sender and every engine worker, replacing the previous one."""
         host, port = self._actor.processes.listen()
         address = TransferAddress(host, port, 1 + self._engines.num_engines * self._workers_per_engine)
-        joining = self._actor.join_transfer(address)
-        self._engines.wait(self._engines.join_transfer(address, self._workers_per_engine), peers=joining)
+        join_calls = self._actor.join_transfer(address)
+        self._engines.wait(self._engines.join_transfer(address, self._workers_per_engine), peers=join_calls)
 
     def deliver(self, version: int) -> tuple[SendReceipt, Receipts]:
         """See ``WeightTransport``."""
         self.staged = None
-        whole = self._begin()
-        receiving = self._engines.receive_weights(self.manifest, self._bucket_bytes, version)
-        sending = self._actor.send_weights(whole)
-        received, sent = self._engines.wait(receiving, peers=sending)
-        return sent[0], list(received.values())
+        all_tensors = self._begin()
+        load_calls = self._engines.receive_weights(self.manifest, self._bucket_bytes, version)
+        send_calls = self._actor.send_weights(all_tensors)
+        load_receipts, send_receipt = self._engines.wait(load_calls, peers=send_calls)
+        return send_receipt[0], list(load_receipts.values())
 
     def stage(self, version: int) -> None:
         """See ``WeightTransport``."""
-        whole = self._begin()
-        receiving = self._engines.stage_weights(self.manifest, self._bucket_bytes)
-        _, sent = self._engines.wait(receiving, peers=self._actor.send_weights(whole))
+        all_tensors = self._begin()
+        load_calls = self._engines.stage_weights(self.manifest, self._bucket_bytes)
+        _, send_receipt = self._engines.wait(load_calls, peers=self._actor.send_weights(all_tensors))
         self._engines.load_staged(version)
-        self.staged = Staged(version, sent[0])
+        self.staged = StagedUpdate(version, send_receipt[0])
 
     def loaded(self) -> Receipts | None:
         """See ``WeightTransport``."""
-        received = [receipts for receipts in self._engines.loaded() if receipts is not None]
-        return received if len(received) == self._engines.num_engines else None
+        load_receipts = [receipts for receipts in self._engines.loaded() if receipts is not None]
+        return load_receipts if len(load_receipts) == self._engines.num_engines else None
 
 
 class IpcTransport(WeightTransport):
@@ -138,19 +138,19 @@ class IpcTransport(WeightTransport):
     def deliver(self, version: int) -> tuple[SendReceipt, Receipts]:
         """See ``WeightTransport``."""
         interrupted = True
-        whole = self._begin()
+        all_tensors = self._begin()
         try:
             self._engines.begin_update()
-            for index in range(self._actor.num_buckets(whole)):
-                handles = wait_for_all(self._actor.offer_bucket(index, self._offers, whole))
+            for index in range(self._actor.num_buckets(all_tensors)):
+                handles = wait_for_all(self._actor.offer_bucket(index, self._offers, all_tensors))
                 self._engines.load_bucket(BucketHandle.merged(handles))
             interrupted = False
         except EnginesLostError:
             self._engines.abandon_update()
             raise
         finally:
-            sent = wait_for_all(self._actor.release_bucket(interrupted))[0]
-        return sent, self._engines.finish_update(version)
+            send_receipt = wait_for_all(self._actor.release_bucket(interrupted))[0]
+        return send_receipt, self._engines.finish_update(version)
 
 
 def open_transport(

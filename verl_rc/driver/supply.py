@@ -174,10 +174,10 @@ class Supply:
 
     def publish(self, step: int, record: StepRecord) -> None:
         """Publish the weights of ``step``."""
-        while not self._publisher.settle(step, record):
+        while not self._publisher.finish_staged(step, record):
             self._receive(record, version=step)
         if self._publishes_beside(step):
-            self._publisher.publish_beside(step, record)
+            self._publisher.publish_staged(step, record)
         else:
             while self._requests and not self._options.cuts:
                 self._receive(record, version=step)

@@ -68,7 +68,7 @@ class OneAtATime(World):
         if self.lost_at == version:
             self.lost_at = 0
             raise EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {})
-        self.staged = SimpleNamespace(version=version, sent=None)
+        self.staged = SimpleNamespace(version=version, send_receipt=None)
         self.staged_value, self.older = self.trained, self.under_way - self.ended
         self.look(0.0)
 

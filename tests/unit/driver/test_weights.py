@@ -171,7 +171,7 @@ def test_engines_that_do_not_start_are_started_again_as_long_as_the_limit_allows
 class Beside(Machine):
     """Its engine is lost while weights are staged, or while it is asked for them; a new one takes 5 s."""
 
-    staged = SimpleNamespace(version=5, sent=None)
+    staged = SimpleNamespace(version=5, send_receipt=None)
 
     def __init__(self, clock: Mock) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Beside(Machine):
         self.clock.return_value += 5.0
 
 
-@pytest.mark.parametrize("call", ["publish_beside", "settle"])
+@pytest.mark.parametrize("call", ["publish_staged", "finish_staged"])
 def test_seconds_of_a_replacement_beside_training_are_those_of_a_stage(machine: Machine, call: str) -> None:
     with patch("verl_rc.driver.step_record.time.perf_counter", return_value=0.0) as clock:
         record = StepRecord()
@@ -260,6 +260,7 @@ def publisher_of(
     trainer's."""
     run = Mock(gap_limit=GapLimit.for_precision("bfloat16"))
     run.config.actor_rollout_ref.exact = False
+    run.config.actor_rollout_ref.rollout.enable_rollout_routing_replay = False
     run.tokenizer.pad_token_id = 0
     run.actor.compute_log_probs.side_effect = lambda tokens, _: Timed(
         TokenScores(log_probs(tokens), None), 0.0
