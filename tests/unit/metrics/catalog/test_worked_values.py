@@ -918,7 +918,7 @@ def seconds_speeds_and_replacements():
         record = StepRecord()
         record.engines_replaced = 2
         record.requests_reissued = 3
-        record.waits_in = "gen"
+        record.wait_stage = "gen"
         record.tokens = StepTokens(response=50, total=200, num_devices=4)
         record.ledger.book({"trained": 40})
         for number, stage in enumerate(stages, start=1):
@@ -1130,7 +1130,7 @@ def weights_on_their_way():
 
 
 def judged_canaries(
-    actor: Any, *answers: list[list[Sample]], overrides: Sequence[str] = ()
+    actor: Any, *answers: list[list[Sample]], overrides: tuple[str, ...] = ()
 ) -> dict[str, float]:
     """The metrics of a step in which engines generate these, one publication after the other."""
     left = list(answers)
@@ -1184,7 +1184,7 @@ def canary_tokens_whose_experts_are_recorded():
     plain = made_sample(0, [5, 6, 7], 1, [-1.5, -1.25, -1.0])
     recorded = replace(plain, parts=[replace(plain.parts[0], columns={"experts": column})])
     replay = "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
-    return judged_canaries(actor, [[recorded]], overrides=[replay]), {
+    return judged_canaries(actor, [[recorded]], overrides=(replay,)), {
         "sync/canary_mean_gap": 1 / 4,
         "sync/canary_max_gap": 1 / 2,
         "sync/canary_nonfinite_tokens": 0,
