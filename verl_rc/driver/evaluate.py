@@ -129,7 +129,7 @@ def _environment_seed(seed: int, row: PromptRow) -> int:
     return request_seed({"seed": seed, "validation_row": row.row_index, "environment": 0})
 
 
-def opened_for_validation(rows: list[PromptRow], openings: Openings | None, seed: int) -> list[PromptRow]:
+def open_for_validation(rows: list[PromptRow], openings: Openings | None, seed: int) -> list[PromptRow]:
     """The rows as environments open them, if there are any; at every validation they do so alike.
 
     Rows that ``data.filter_overlong_prompts`` leaves out are not among them. Raises ``ValueError`` when
@@ -138,12 +138,12 @@ def opened_for_validation(rows: list[PromptRow], openings: Openings | None, seed
     if openings is None:
         return rows
     opened = openings.open([(row, _environment_seed(seed, row)) for row in rows])
-    whole = [row for row in opened if isinstance(row, PromptRow)]
+    opened_rows = [row for row in opened if isinstance(row, PromptRow)]
     for row in opened:
-        is_left_out = isinstance(row, OverlongOpeningError) and whole
-        if isinstance(row, EpisodeFailedError) and not is_left_out:
+        is_overlong = isinstance(row, OverlongOpeningError) and opened_rows
+        if isinstance(row, EpisodeFailedError) and not is_overlong:
             raise ValueError(str(row)) from row
-    return whole
+    return opened_rows
 
 
 def _show_samples(tracker: Tracker, samples: Samples, num_prompts: int, count: int, step: int) -> None:
@@ -151,12 +151,12 @@ def _show_samples(tracker: Tracker, samples: Samples, num_prompts: int, count: i
     samples_per_prompt = len(samples) // num_prompts
     num_shown_prompts = min(math.ceil(count / samples_per_prompt), num_prompts)
     prompts = sorted(random.Random(42).sample(range(num_prompts), num_shown_prompts))
-    chosen = [
+    sample_indices = [
         prompt * samples_per_prompt + sample for prompt in prompts for sample in range(samples_per_prompt)
     ][:count]
     rows, scores = samples.rows, samples.scores.tolist()
     table = [
         [rows[i].prompt[-1]["content"], samples.texts[i], str(rows[i].ground_truth), scores[i]]
-        for i in chosen
+        for i in sample_indices
     ]
     tracker.log_table("val/generations", ["input", "output", "ground_truth", "score"], table, step)

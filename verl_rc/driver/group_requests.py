@@ -14,8 +14,8 @@ from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request
 
 
 class GroupRequests:
-    """What groups request of the engines, which keep the book of requests. The owner of each is the sample
-    that it is for."""
+    """The requests of groups to the engines, which keep the book of requests. A request's owner is the sample
+    that it completes."""
 
     def __init__(
         self,
@@ -26,22 +26,22 @@ class GroupRequests:
         *,
         converses: bool = False,
     ) -> None:
-        """``num_sampled``: samples of a group by ``options``, a further one is greedy. ``seed`` is that of
-        the run. ``converses``: each sample is an episode of an environment."""
+        """``num_sampled``: samples of a group by ``options``; a further one is greedy. ``seed``: the run's.
+        ``converses``: each sample is an episode of an environment."""
         self._engines = engines
         self._options = options
         self._num_sampled = num_sampled
         self._seed = seed
         self._converses = converses
         self._submitted_at: dict[int, float] = {}
-        """When each group with requests under way was submitted, ``time.monotonic`` seconds."""
+        """When each group with running requests was submitted, ``time.monotonic`` seconds."""
 
     def __bool__(self) -> bool:
-        """Whether requests are under way."""
+        """Whether requests are running."""
         return bool(self._engines.submitted())
 
     def has_group(self, number: int) -> bool:
-        """Whether a group was submitted and has not come back whole."""
+        """Whether a group was submitted and is not complete yet."""
         return number in self._submitted_at
 
     def requests_of(self, numbers: Collection[int]) -> list[Request]:
@@ -49,13 +49,17 @@ class GroupRequests:
         return [request for request in self._engines.submitted() if request.owner.number in numbers]
 
     def submit(self, groups: Sequence[Group], *, evenly: bool) -> None:
-        """Request the unfinished samples of these groups, each from its known tokens on.
+        """Request the unfinished samples of these groups; each continues after its known tokens.
 
         ``evenly``: engines share the samples of one prompt where that balances their load.
         """
         unfinished = [(group, sample) for group in groups for sample in group.samples if not sample.ended]
         for is_greedy in (False, True):
-            samples = [one for one in unfinished if (one[1].index >= self._num_sampled) == is_greedy]
+            samples = [
+                (group, sample)
+                for group, sample in unfinished
+                if (sample.index >= self._num_sampled) == is_greedy
+            ]
             options = replace(self._options, temperature=0.0) if is_greedy else self._options
             requests = [
                 GenerationRequest(
@@ -77,8 +81,8 @@ class GroupRequests:
         return Episode(key, group.row.for_environment(), seed, group.row.opening)
 
     def take_parts(self) -> int:
-        """Store the tokens so far of requests that a publication cut in their samples; returns the number of
-        new tokens."""
+        """Store the tokens of requests that a publication cut in their samples; returns the number of new
+        tokens."""
         num_tokens = 0
         for request in self._engines.submitted():
             num_known = request.owner.num_sampled
@@ -87,7 +91,7 @@ class GroupRequests:
         return num_tokens
 
     def pop_elapsed_seconds(self, group: int) -> float:
-        """Forget a group that is whole; returns the seconds since it was submitted."""
+        """Forget a complete group; returns the seconds since it was submitted."""
         return time.monotonic() - self._submitted_at.pop(group)
 
     def late_groups(self, limit: float) -> list[int]:
@@ -102,35 +106,33 @@ class GroupRequests:
             self._engines.cancel(requests)
 
 
-def end_sample(sample: GroupSample, returned: Sample, *, one_version: bool) -> int:
+def store_response(sample: GroupSample, response: Sample, *, single_version: bool) -> int:
     """Store the whole response that an engine returned in the group's sample; returns the number of new
     tokens.
 
-    Raises ``RuntimeError`` when ``one_version`` of the weights must have sampled all tokens that the sample
-    lacks and did not. It lacks none when an update came while its environment was at work, and no turn
-    followed.
+    Raises ``RuntimeError`` when new tokens come from several versions of the weights and ``single_version``
+    forbids it, or when there are none. A response without new tokens is complete only where an environment
+    ended it after an update.
     """
-    known = sample.num_sampled
-    parts = [part for part in returned.parts if isinstance(part, Part)]
+    num_known = sample.num_sampled
+    parts = [part for part in response.parts if isinstance(part, Part)]
     ends = accumulate(len(part.token_ids) for part in parts)
-    lacking = {part.version for part, end in zip(parts, ends, strict=True) if end > known}
-    if (one_version and len(lacking) > 1) or not (lacking or returned.replies):
+    new_versions = {part.version for part, end in zip(parts, ends, strict=True) if end > num_known}
+    if (single_version and len(new_versions) > 1) or not (new_versions or response.replies):
         versions = sorted({part.version for part in parts})
-        source = "one version of the weights" if one_version else "the weights that the engine holds"
+        source = "one version of the weights" if single_version else "the weights that the engine holds"
         raise RuntimeError(
             f"every response must come from {source}, but sample {sample.index} of group {sample.number} has "
-            f"{known} known tokens and comes back with tokens of {versions}: an engine took an "
+            f"{num_known} known tokens and comes back with tokens of {versions}: an engine took an "
             "update under a running response."
         )
-    sample.response, sample.ended = returned, True
-    return sample.num_sampled - known
+    sample.response, sample.ended = response, True
+    return sample.num_sampled - num_known
 
 
 def sample_seed(seed: int, group: Group, index: int) -> int:
-    """The seed of one response to a group's prompt, the same in synchronous and asynchronous runs.
-
-    ``seed`` is that of the run.
-    """
+    """The seed of one response to a group's prompt, the same in synchronous and asynchronous runs; ``seed``
+    is the run's."""
     return request_seed({**_identity(seed, group), "sample": index})
 
 

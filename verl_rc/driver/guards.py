@@ -101,9 +101,11 @@ class Guards:
             skipped = "the updates were made before, so none is left out"
             self._alert_of_gap("canary tokens", gap, limit, step, skipped)
 
-    def _alert_of_gap(self, where: str, gap: float, limit: float, step: int, skipped: str = _SKIPPED) -> bool:
+    def _alert_of_gap(
+        self, source: str, gap: float, limit: float, step: int, skipped: str = _SKIPPED
+    ) -> bool:
         text = (
-            f"{where}: mean |trainer - rollout log-prob| is {gap:.3g} nats, at most {limit:.3g} is usual in "
+            f"{source}: mean |trainer - rollout log-prob| is {gap:.3g} nats, at most {limit:.3g} is usual in "
             "this run"
         )
         title = "the engines' log-probs are unusually far off"
@@ -135,7 +137,7 @@ class Guards:
 
 
 def require_exact(
-    config: RunConfig, train_log_probs: Tensor, rollouts: RolloutBatch, version: int, where: str
+    config: RunConfig, train_log_probs: Tensor, rollouts: RolloutBatch, version: int, source: str
 ) -> None:
     """In exact mode, raise ``InexactError`` unless log-probs ``[B, R]`` that the trainer computed with the
     weights of ``version`` are those of the engine, for every token that was sampled with these."""
@@ -143,7 +145,7 @@ def require_exact(
     if policy.exact:
         certificate = f"verl-rc exact {shlex.quote(policy.model.path)} --dtype {policy.rollout.dtype}"
         mask = rollouts.response_mask & (rollouts.policy_versions == version)
-        require_equal(train_log_probs, rollouts.rollout_log_probs, mask, where, certificate)
+        require_equal(train_log_probs, rollouts.rollout_log_probs, mask, source, certificate)
 
 
 def withhold(batch: TrainBatch, record: StepRecord) -> None:

@@ -35,7 +35,7 @@ class Openings:
         """
         openings: list[Opening | EpisodeFailedError | None] = self._loop.start(self._ask_all(rows)).result()
         return [
-            opening if isinstance(opening, EpisodeFailedError) else self._opened(row, opening)
+            opening if isinstance(opening, EpisodeFailedError) else self._encoded(row, opening)
             for (row, _), opening in zip(rows, openings, strict=True)
         ]
 
@@ -52,7 +52,7 @@ class Openings:
                 failure = error
         return failure
 
-    def _opened(self, row: PromptRow, opening: Opening | None) -> PromptRow | OverlongOpeningError:
+    def _encoded(self, row: PromptRow, opening: Opening | None) -> PromptRow | OverlongOpeningError:
         if opening is None:
             return row
         token_ids = encode_opening(self._tokenizer, opening, self._data.apply_chat_template_kwargs)

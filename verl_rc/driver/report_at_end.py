@@ -64,57 +64,57 @@ def report_at_end(trainer: TrainerConfig) -> Iterator[EndOfRun]:
     finally:
         verdict = None
         if trainer.report == "at_end" and folder.is_dir():
-            verdict = _write(folder, status, reason)
+            verdict = _write_report(folder, status, reason)
         if end.experiment is not None:
             _publish(end.experiment, folder, verdict, trainer.wandb_text, status)
 
 
-def _write(folder: Path, status: int, reason: str) -> dict[str, Any] | None:
+def _write_report(folder: Path, status: int, reason: str) -> dict[str, Any] | None:
     """Write the page and log its path and first lines, or why there is none; returns the verdict or None."""
     try:
         (folder / ENDING).write_text(
             json.dumps({"status": status, "reason": reason}) + "\n", encoding="utf-8"
         )
-        written = _run_report(folder)
+        report = _build_report(folder)
     except subprocess.TimeoutExpired:
         log("report: not written within %.0f s; verl-rc report %s writes it", _SECONDS, folder)
-    except (OSError, _NotWrittenError) as error:
+    except (OSError, _ReportError) as error:
         log("report: not written (%s)", error)
     except KeyboardInterrupt:
         log("report: not written; verl-rc report %s writes it", folder)
     else:
-        verdict: dict[str, Any] = written["runs"][0]["verdict"]
-        for line in [*verdict["lines"], f"report: {written['report']}"]:
+        verdict: dict[str, Any] = report["runs"][0]["verdict"]
+        for line in [*verdict["lines"], f"report: {report['report']}"]:
             log("%s", line)
         return verdict
     return None
 
 
-class _NotWrittenError(RuntimeError):
+class _ReportError(RuntimeError):
     """The process that writes a page failed; the message is its last line."""
 
 
-def _run_report(folder: Path, *options: str) -> dict[str, Any]:
+def _build_report(folder: Path, *options: str) -> dict[str, Any]:
     """Write the page with ``verl-rc report --json``; returns its output."""
-    written: dict[str, Any] = json.loads(_command("report", str(folder), "--json", *options))
-    return written
+    report: dict[str, Any] = json.loads(_command("report", str(folder), "--json", *options))
+    return report
 
 
 def _command(*arguments: str) -> str:
     """Run ``verl-rc`` in another process, so that this one loads nothing of the insight package."""
     command = [sys.executable, "-m", "verl_rc.cli", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    if done.returncode != 0:
-        lines = done.stderr.splitlines()
-        raise _NotWrittenError(lines[-1] if lines else f"exit code {done.returncode}")
-    return done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    if process.returncode != 0:
+        lines = process.stderr.splitlines()
+        raise _ReportError(lines[-1] if lines else f"exit code {process.returncode}")
+    return process.stdout
 
 
 def draw_curves(folder: Path) -> str:
     """Draw the training curves of the run in ``folder``; returns the file or the error."""
     try:
         return _command("plot", str(folder)).strip()
-    except (OSError, _NotWrittenError, subprocess.TimeoutExpired) as error:
+    except (OSError, _ReportError, subprocess.TimeoutExpired) as error:
         return f"not drawn ({error})"
 
 
@@ -140,5 +140,5 @@ def _publish(
 def _page_without_text(folder: Path) -> str:
     with TemporaryDirectory() as place:
         page = Path(place) / REPORT
-        _run_report(folder, "--no-text", "--output", str(page))
+        _build_report(folder, "--no-text", "--output", str(page))
         return page.read_text(encoding="utf-8")

@@ -61,7 +61,7 @@ def score(
     """
     texts: list[str] = services.tokenizer.batch_decode(list(responses), skip_special_tokens=True)
     environment = services.config.actor_rollout_ref.rollout.environment
-    rows = [_with_episode(row, replies) for row, replies in zip(rows, episodes, strict=True)]
+    rows = [_with_episode_facts(row, replies) for row, replies in zip(rows, episodes, strict=True)]
     if environment.name is None:
         return _scores_of_function(services.scorer, rows, texts)
     columns, rewards = _environment_columns(episodes), _turn_rewards(episodes)
@@ -72,7 +72,7 @@ def score(
     return Scores(values, texts, {**columns, **scores.extras})
 
 
-def _with_episode(row: PromptRow, replies: Replies) -> PromptRow:
+def _with_episode_facts(row: PromptRow, replies: Replies) -> PromptRow:
     """The row with what its episode says to the reward function, if it is one."""
     if not replies:
         return row
@@ -162,11 +162,13 @@ def _is_informative(scores: Scores, count: int, options: FilterGroupsConfig) -> 
     unpenalised = options.metric == "score" and sampled.unpenalised is not None
     values = sampled.unpenalised if unpenalised else sampled.values
     assert values is not None
-    compared = _numbers(values, sampled.extras, options.metric, "algorithm.filter_groups.metric")
+    compared = _column_values(values, sampled.extras, options.metric, "algorithm.filter_groups.metric")
     return bool(informative_groups(compared, [0] * len(compared)))
 
 
-def _numbers(values: Tensor, extras: Mapping[str, Sequence[object]], name: str, key: str) -> list[float]:
+def _column_values(
+    values: Tensor, extras: Mapping[str, Sequence[object]], name: str, key: str
+) -> list[float]:
     """One finite number per sample. Raises ``ValueError`` naming the configuration ``key`` when the column
     has none."""
     if name in ("score", *REWARD_METRICS):
@@ -187,7 +189,7 @@ def _numbers(values: Tensor, extras: Mapping[str, Sequence[object]], name: str, 
 # decided groups
 
 
-def join(services: Services, groups: Sequence[Group]) -> Samples:
+def join_groups(services: Services, groups: Sequence[Group]) -> Samples:
     """Decided groups as what a step trains on, with the scores of their greedy responses where the estimator
     reads those.
 
@@ -218,7 +220,7 @@ def join(services: Services, groups: Sequence[Group]) -> Samples:
         baselines = torch.cat(greedy)[rollouts.group_ids]
     if config.algorithm.gdpo_reward_keys is not None:
         columns = [
-            _numbers(scores.values, extras, key, "algorithm.gdpo_reward_keys")
+            _column_values(scores.values, extras, key, "algorithm.gdpo_reward_keys")
             for key in config.algorithm.gdpo_reward_keys
         ]
         components = torch.tensor(columns, dtype=torch.float32).T.contiguous()
@@ -246,12 +248,12 @@ def record_batch_of_groups(
     record.ledger.book_prompts({"in_batch": len(samples.prompts)})
     lengths = samples.rollouts.tokens
     record.tokens = StepTokens(tokens, int(lengths.sequence_lengths.sum()), config.num_devices)
-    of_function = {
+    reward_columns = {
         name: column
         for name, column in samples.extras.items()
         if name not in _OVERLONG_COLUMNS and not name.startswith(_ENVIRONMENT)
     }
-    record.add_records(reward_metrics(of_function, len(samples)))
+    record.add_records(reward_metrics(reward_columns, len(samples)))
     record.add(environment_metrics(samples.extras))
     record.add(environment_call_metrics(samples.episodes))
     if samples.reward_baselines is not None:
@@ -263,11 +265,13 @@ def record_batch_of_groups(
         for key, column in zip(
             config.algorithm.gdpo_reward_keys or (), samples.component_scores.T.double(), strict=True
         ):
-            record.add({f"gdpo/{key}/{name}": value for name, value in _spread(column).items()})
+            record.add({f"gdpo/{key}/{name}": value for name, value in _mean_max_min(column).items()})
             record.add({f"gdpo/{key}/std": float(column.std(correction=0))})
     if config.reward.reward_kwargs.overlong_buffer_cfg.enable:
         penalties = _overlong_penalties(lengths.response_lengths, config.reward.reward_kwargs).double()
-        record.add({f"critic/overlong_reward/{name}": value for name, value in _spread(penalties).items()})
+        record.add(
+            {f"critic/overlong_reward/{name}": value for name, value in _mean_max_min(penalties).items()}
+        )
         record.add({"response_length/overlong_ratio": float((penalties < 0).double().mean())})
 
 
@@ -278,7 +282,7 @@ def environment_metrics(columns: Mapping[str, Sequence[object]]) -> dict[str, fl
         numbers = [value for value in columns[name] if isinstance(value, float)]
         if numbers:
             values = torch.tensor(numbers, dtype=torch.float64)
-            metrics |= {f"{name}/{key}": value for key, value in _spread(values).items()}
+            metrics |= {f"{name}/{key}": value for key, value in _mean_max_min(values).items()}
     return metrics
 
 
@@ -288,10 +292,10 @@ def environment_call_metrics(episodes: Sequence[Replies]) -> dict[str, float]:
         return {}
     seconds = [math.fsum(reply.waited for reply in replies) for replies in episodes]
     waits = torch.tensor(seconds, dtype=torch.float64)
-    again = sum(reply.asked_again for replies in episodes for reply in replies)
-    waiting = {f"{_ENVIRONMENT}wait_s/{name}": value for name, value in _spread(waits).items()}
-    return {**waiting, f"{_ENVIRONMENT}calls_again": float(again)}
+    num_retries = sum(reply.asked_again for replies in episodes for reply in replies)
+    waiting = {f"{_ENVIRONMENT}wait_s/{name}": value for name, value in _mean_max_min(waits).items()}
+    return {**waiting, f"{_ENVIRONMENT}calls_again": float(num_retries)}
 
 
-def _spread(values: Tensor) -> dict[str, float]:
+def _mean_max_min(values: Tensor) -> dict[str, float]:
     return {"mean": float(values.mean()), "max": float(values.max()), "min": float(values.min())}

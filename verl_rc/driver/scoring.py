@@ -45,18 +45,18 @@ class ResponseScorer:
         """
         outputs: dict[int, RewardOutput] = {}
         failures = []
-        samples, unjudged = self._samples(rows, texts)
-        for place, result in self._results(samples, unjudged):
+        samples, unscored = self._samples(rows, texts)
+        for index, result in self._results(samples, unscored):
             if isinstance(result, RewardError):
                 failures.append(result)
-            outputs[place] = (
-                self._replacement(samples[place], result) if isinstance(result, RewardError) else result
+            outputs[index] = (
+                self._failure_output(samples[index], result) if isinstance(result, RewardError) else result
             )
         if failures:
             log(
                 "reward: %d of %d responses failed; one of them: %s", len(failures), len(samples), failures[0]
             )
-        return [outputs[place] for place in range(len(samples))]
+        return [outputs[index] for index in range(len(samples))]
 
     def _samples(
         self, rows: Sequence[PromptRow], texts: Sequence[str]
@@ -75,26 +75,26 @@ class ResponseScorer:
             RewardSample.from_row(row, text, None if isinstance(answer, str) else answer)
             for row, text, answer in zip(rows, texts, answers, strict=True)
         ]
-        unjudged = {
-            place: RewardError(f"{answer}; this happened for {samples[place]}.")
-            for place, answer in enumerate(answers)
+        unscored = {
+            index: RewardError(f"{answer}; this happened for {samples[index]}.")
+            for index, answer in enumerate(answers)
             if isinstance(answer, str)
         }
-        return samples, unjudged
+        return samples, unscored
 
     def _results(
-        self, samples: Sequence[RewardSample], unjudged: Mapping[int, RewardError]
+        self, samples: Sequence[RewardSample], unscored: Mapping[int, RewardError]
     ) -> Iterator[tuple[int, RewardOutput | RewardError]]:
         """The result of every sample with its place, in any order."""
-        yield from unjudged.items()
-        places = [place for place in range(len(samples)) if place not in unjudged]
-        pooled = [place for place in places if may_hang(self._config, samples[place].data_source)]
-        for place in sorted(set(places) - set(pooled)):
-            yield place, self._score_inline(samples[place])
-        if pooled:
+        yield from unscored.items()
+        indices = [index for index in range(len(samples)) if index not in unscored]
+        pooled_indices = [index for index in indices if may_hang(self._config, samples[index].data_source)]
+        for index in sorted(set(indices) - set(pooled_indices)):
+            yield index, self._score_inline(samples[index])
+        if pooled_indices:
             assert self._pool is not None
-            for index, result in self._pool.results([samples[place] for place in pooled]):
-                yield pooled[index], result
+            for index, result in self._pool.results([samples[index] for index in pooled_indices]):
+                yield pooled_indices[index], result
 
     def _score_inline(self, sample: RewardSample) -> RewardOutput | RewardError:
         if sample.reward_model_score is not None:
@@ -105,7 +105,7 @@ class ResponseScorer:
         except RewardError as error:
             return error
 
-    def _replacement(self, sample: RewardSample, error: RewardError) -> RewardOutput:
+    def _failure_output(self, sample: RewardSample, error: RewardError) -> RewardOutput:
         """The output of a failed sample. Raises ``RewardError`` when the run is to stop."""
         built_in = (
             None

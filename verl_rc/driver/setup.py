@@ -36,7 +36,7 @@ from verl_rc.data.dataset import (
 from verl_rc.data.tokenize import ContinuationEncoder, load_tokenizer, require_same_vocabulary
 from verl_rc.distributed.child_process import RemoteError
 from verl_rc.driver import checkpoints
-from verl_rc.driver.evaluate import opened_for_validation
+from verl_rc.driver.evaluate import open_for_validation
 from verl_rc.driver.log import log, log_wait
 from verl_rc.driver.openings import Openings
 from verl_rc.driver.scoring import open_scorer
@@ -70,8 +70,8 @@ def open_run(
     folder.mkdir(parents=True, exist_ok=True)
     refuse_too_little_memory(config)
     store, resumed, state = checkpoints.choose(config, folder)
-    _find_objective(config)
-    _show_plan(config, folder)
+    _check_objective(config)
+    _write_plan_of_run(config, folder)
     with ExitStack() as stack:
         stack.callback(ray.shutdown)
         with log_wait("Ray"):
@@ -88,13 +88,13 @@ def open_run(
         # Without processes of their own, environments run in those of the engines.
         hosts = RayHosts.start(environment) if environment.hosts else None
         options = engine_options(config, placement.device, hosts)
-        importing = engines.prepare(options)
-        with log_wait("data and tokenizer"), _mistakes_are_the_users():
-            _refuse_models(config)
+        imports = engines.prepare(options)
+        with log_wait("data and tokenizer"), _as_config_errors():
+            _check_models(config)
             tokenizer = _load_tokenizer(config)
             data, openings = _with_environment(config, hosts, tokenizer)
             loader = build_train_loader(data, tokenizer)
-            validation_rows = opened_for_validation(
+            validation_rows = open_for_validation(
                 build_validation_rows(data, tokenizer), openings, config.trainer.seed
             )
             prompts = PromptStream(loader, None if resumed is None else state.prompts)
@@ -107,11 +107,11 @@ def open_run(
         learners: list[ActorGroup | CriticGroup] = [actor] if critic is None else [actor, critic]
         config = _with_gradient_sums(config, processes, placement.device, folder)
         _build_ranks(processes, [*learners, *frozen.values()], config, total_steps)
-        stack.enter_context(_closing(processes))
+        stack.enter_context(_close_at_end(processes))
         if resumed is not None:
-            with log_wait(f"checkpoint {resumed}"), _mistakes_are_the_users():
+            with log_wait(f"checkpoint {resumed}"), _as_config_errors():
                 wait_for_all([pending for group in learners for pending in group.load(resumed / group.role)])
-        engine = _build_engines(engines, importing, config, options, folder)
+        engine = _build_engines(engines, imports, config, options, folder)
         with log_wait("the transport of weights"):
             transport = open_transport(actor, engines, placement, config.actor_rollout_ref.rollout)
         tracker = open_tracker(
@@ -149,7 +149,7 @@ def open_run(
         yield services, state
 
 
-def _show_plan(config: RunConfig, folder: Path) -> None:
+def _write_plan_of_run(config: RunConfig, folder: Path) -> None:
     """Write the resolved configuration and the plan of the run into its folder, and log the plan."""
     save_resolved_config(config, folder)
     write_plan(config, folder)
@@ -166,7 +166,7 @@ def _describe_prompts(training: PromptDataset, validation_rows: list[PromptRow],
     log("validation: %s", describe_lengths(lengths, len(lengths), limit))
 
 
-def _refuse_models(config: RunConfig) -> None:
+def _check_models(config: RunConfig) -> None:
     """Raise ``ConfigError``, before models are loaded, when the trainer cannot compute one."""
     for path, trusted in model_paths(config).items():
         problem = unsupported_model(config, path, trusted)
@@ -236,7 +236,7 @@ def _with_gradient_sums(config: RunConfig, processes: RankProcesses, device: str
     the user made none; log the choice."""
     shapes, gpu_bytes = {}, None
     if device == "cuda" and config.num_ranks > 1:
-        with _mistakes_are_the_users():
+        with _as_config_errors():
             shapes = {
                 path: ModelShape.from_model_folder(path, trusted)
                 for path, trusted in model_paths(config).items()
@@ -257,14 +257,14 @@ def _build_ranks(
     roles = ", ".join(group.role for group in groups)
     with (
         log_wait(f"{groups[0].num_ranks} trainer rank(s) of {roles}: torch, model, shards"),
-        _mistakes_are_the_users(),
+        _as_config_errors(),
     ):
         wait_for_all(building, config.trainer.ready_timeout_seconds)
 
 
 def _build_engines(
     engines: EngineGroup,
-    importing: Sequence[Pending],
+    imports: Sequence[Pending],
     config: RunConfig,
     options: EngineOptions,
     folder: Path,
@@ -276,8 +276,8 @@ def _build_engines(
     count as its own what they allocate or free meanwhile.
     """
     limit = config.trainer.ready_timeout_seconds
-    with log_wait(f"{engines.num_engines} vLLM engine(s): import and model"), _mistakes_are_the_users():
-        wait_for_all(importing, limit)
+    with log_wait(f"{engines.num_engines} vLLM engine(s): import and model"), _as_config_errors():
+        wait_for_all(imports, limit)
         wait_for_all(
             engines.build(options, config.actor_rollout_ref.rollout.engine_timeout_seconds),
             limit,
@@ -291,7 +291,7 @@ def _build_engines(
 
 
 @contextmanager
-def _closing(processes: RankProcesses) -> Iterator[None]:
+def _close_at_end(processes: RankProcesses) -> Iterator[None]:
     """Let the ranks leave their process group at the end; after an error the watchdog kills them instead."""
     try:
         yield
@@ -302,7 +302,7 @@ def _closing(processes: RankProcesses) -> Iterator[None]:
 
 
 @contextmanager
-def _mistakes_are_the_users() -> Iterator[None]:
+def _as_config_errors() -> Iterator[None]:
     """Turn errors in data, models or checkpoint into configuration errors: one message, no traceback."""
     try:
         yield
@@ -314,8 +314,8 @@ def _mistakes_are_the_users() -> Iterator[None]:
         raise
 
 
-@_mistakes_are_the_users()
-def _find_objective(config: RunConfig) -> None:
+@_as_config_errors()
+def _check_objective(config: RunConfig) -> None:
     """Import estimator and loss before anything starts. Raises ``ConfigError`` when one of them does not
     exist."""
     resolve_advantage_estimator(config.algorithm.adv_estimator)

@@ -69,15 +69,15 @@ def _frozen_policies(
 ) -> dict[str, Any]:
     """What ``PolicyEvaluations`` hold of the policies that only score, by field."""
     config, policies = services.config, services.config.frozen_policies
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if config.needs_reference:
         limit = log_prob_limit(config.actor_rollout_ref.ref)
         if "reference" in policies:
-            found["reference_log_probs"] = record.timed(
+            fields["reference_log_probs"] = record.timed(
                 "ref", services.frozen["reference"].compute_log_probs, rollouts.tokens, limit, while_waiting
             ).log_probs
         else:  # LoRA: the actor without its adapters
-            found["reference_log_probs"] = record.timed(
+            fields["reference_log_probs"] = record.timed(
                 "ref", services.actor.compute_reference_log_probs, rollouts.tokens, limit, while_waiting
             )
     if "teacher" in policies:
@@ -85,10 +85,10 @@ def _frozen_policies(
         scores = record.timed(
             "teacher", services.frozen["teacher"].compute_log_probs, rollouts.tokens, limit, while_waiting
         )
-        found["teacher_log_probs"] = scores.log_probs
+        fields["teacher_log_probs"] = scores.log_probs
         if scores.top_ids is not None:
-            found |= {"teacher_top_ids": scores.top_ids.int(), "teacher_top_log_probs": scores.top_log_probs}
-    return found
+            fields |= {"teacher_top_ids": scores.top_ids.int(), "teacher_top_log_probs": scores.top_log_probs}
+    return fields
 
 
 def _proximal_policy(
@@ -100,8 +100,8 @@ def _proximal_policy(
     Raises ``InexactError`` when they differ from the engine's in exact mode.
     """
     correction, exact = services.config.algorithm.rollout_correction, services.config.actor_rollout_ref.exact
-    is_wanted = recomputes_proximal(correction, step)
-    if not is_wanted and not exact:
+    is_recomputed = recomputes_proximal(correction, step)
+    if not is_recomputed and not exact:
         return {}
     scores = record.timed(
         "old_log_prob",
@@ -111,7 +111,7 @@ def _proximal_policy(
         while_waiting,
     )
     require_exact(services.config, scores.log_probs, rollouts, step - 1, f"step {step}")
-    if not is_wanted:  # they were compared, no more
+    if not is_recomputed:  # they were compared, no more
         return {}
     if correction.in_actor:
         return {"proximal_log_probs": scores.log_probs}

@@ -69,7 +69,7 @@ class StepRecord:
         """Engines that were lost in the step and replaced."""
         self.requests_reissued = 0
         """Requests that an engine was lost with and another answered."""
-        self.waits_in: str | None = None
+        self.wait_stage: str | None = None
         """The stage in which an asynchronous run waits for its batch; None: the run is synchronous, and
         samples there itself."""
         self.histograms: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
@@ -125,8 +125,8 @@ class StepRecord:
         metrics["perf/time_per_step"] = step
         metrics["recovery/engines_replaced"] = float(self.engines_replaced)
         metrics["recovery/requests_reissued"] = float(self.requests_reissued)
-        if self.waits_in is not None:
-            metrics["trainer/idle_ratio"] = self.seconds[self.waits_in] / step
+        if self.wait_stage is not None:
+            metrics["trainer/idle_ratio"] = self.seconds[self.wait_stage] / step
         if self.tokens is not None:
             metrics["perf/useful_tokens_per_second"] = self.ledger.trained_tokens / step
             metrics["perf/throughput"] = self.tokens.total / (step * self.tokens.num_devices)
@@ -139,10 +139,10 @@ class StepRecord:
 
 def _add_once(metrics: dict[str, float], values: Mapping[str, float]) -> None:
     for name, value in values.items():
-        known = metrics.setdefault(name, value)
-        if known != value and not (math.isnan(known) and math.isnan(value)):
+        earlier = metrics.setdefault(name, value)
+        if earlier != value and not (math.isnan(earlier) and math.isnan(value)):
             raise ValueError(
-                f"a metric must have one value in a step, but {name} is {known!r} and then {value!r}: give "
+                f"a metric must have one value in a step, but {name} is {earlier!r} and then {value!r}: give "
                 "one of them another name, or add both as records with a reduction."
             )
 
@@ -160,7 +160,7 @@ class Pace:
     is_reported: bool = False
     """A slow stage was reported."""
 
-    def observed(self, seconds: Mapping[str, float], step: int, placement: Placement) -> "Pace":
+    def after_step(self, seconds: Mapping[str, float], step: int, placement: Placement) -> "Pace":
         """Log the slowest of the stages that took ten times their first step, once a run; returns the pace
         with this step."""
         first = {**seconds, **self.first_seconds}

@@ -12,9 +12,9 @@ from verl_rc.data.dataset import PromptRow
 from verl_rc.data.groups import Group, GroupSample
 from verl_rc.data.parts import Sample
 from verl_rc.data.samples import Samples
-from verl_rc.driver.group_requests import GroupRequests, end_sample, environment_seed
+from verl_rc.driver.group_requests import GroupRequests, environment_seed, store_response
 from verl_rc.driver.log import log
-from verl_rc.driver.scored_groups import join, record_batch_of_groups, score_groups
+from verl_rc.driver.scored_groups import join_groups, record_batch_of_groups, score_groups
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.supply_progress import (
@@ -69,7 +69,7 @@ class Supply:
             batch,
             options.groups_in_memory(batch),
             services.total_steps * batch,
-            config.data.gen_batch_size if self._draws else None,
+            config.data.gen_batch_size if self._draws_batches else None,
         )
         self._progress = SupplyProgress.resumed(admission, services.prompts, state.supply)
         require_room(
@@ -98,7 +98,7 @@ class Supply:
             config.trainer.seed,
             converses=rollout.converses,
         )
-        self._stepped: int | None = None
+        self._stepping_version: int | None = None
         """The version of the weights at the last ``begin_steps``."""
         self._canaries: list[list[Request]] = []
         """Requests for canary tokens that were published with the current version and not judged yet, by
@@ -108,7 +108,7 @@ class Supply:
         """When the step began, and when its last samples arrived."""
 
     @property
-    def _draws(self) -> bool:
+    def _draws_batches(self) -> bool:
         """Whether dynamic sampling draws whole batches of ``data.gen_batch_size`` prompts, as verl does."""
         return self._options.is_synchronous and self._services.config.algorithm.filter_groups.enable
 
@@ -139,9 +139,9 @@ class Supply:
             ],
             evenly=self._options.is_synchronous,
         )
-        if self._stepped != progress.admission.published:
+        if self._stepping_version != progress.admission.published:
             self._services.engines.begin_steps()
-            self._stepped = progress.admission.published
+            self._stepping_version = progress.admission.published
 
     def take(self, record: StepRecord) -> Samples:
         """The next step's groups, waited for. Raises ``RuntimeError`` when one is older than the rule
@@ -152,15 +152,15 @@ class Supply:
         with record.stage("admit"):
             self._admit()
         if self._services.config.actor_rollout_ref.hybrid_engine:
-            self._empty_shared_devices(step, record)
+            self._drain_engines(step, record)
         groups = [progress.groups.pop(number) for number in self._next_batch(step, record)]
         progress.ledger = progress.ledger.end("trained", [group.number for group in groups])
-        if self._draws:
-            self._leave(list(progress.groups.values()), "surplus")
+        if self._draws_batches:
+            self._remove(list(progress.groups.values()), "surplus")
         if self._canaries:  # the trainer still holds the weights of their publication
             self._publisher.collect_canary(self._canaries, record)
             self._canaries = []
-        samples = join(self._services, groups)
+        samples = join_groups(self._services, groups)
         ages = [step - 1 - group.version for group in groups]
         require_ages(ages, groups, self._rule.oldest)
         progress.trained = progress.trained.add(sum(group.num_sampled for group in groups), len(groups))
@@ -184,13 +184,13 @@ class Supply:
             # Counted engine steps decode nothing else, and after the last step no batch comes that canaries
             # could come with. Engines that take turns with the trainer have nothing to do beside them.
             is_alone = self._options.is_synchronous or self._options.deterministic_steps is not None
-            canaries_ride = not is_alone and step < self._services.total_steps
-            self._publisher.publish(step, record, canary="never" if canaries_ride else "if due")
-            if canaries_ride and self._publisher.canary_is_due(step):
+            defers_canary = not is_alone and step < self._services.total_steps
+            self._publisher.publish(step, record, canary="never" if defers_canary else "if due")
+            if defers_canary and self._publisher.canary_is_due(step):
                 self._canaries = self._publisher.submit_canary()
         self._progress.admission = self._progress.admission.publish(step)
         if self._options.cuts:
-            self._note_parts(record, version=step)
+            self._store_parts(record, version=step)
 
     def _publishes_beside(self, step: int) -> bool:
         """Whether whole responses may go on while the weights of ``step`` are published: nothing is to be
@@ -231,7 +231,7 @@ class Supply:
             progress.ledger.close_run()
         if self._services.config.algorithm.filter_groups.enable:
             samples = self._services.config.actor_rollout_ref.rollout.n
-            record.add(totals.filter_metrics(samples, in_draws=self._draws))
+            record.add(totals.filter_metrics(samples, in_draws=self._draws_batches))
         rollout, openings = self._services.config.actor_rollout_ref.rollout, self._services.openings
         if rollout.converses:
             record.add({"env/failures": float(totals.environment_failures)})
@@ -247,7 +247,7 @@ class Supply:
     def _record_lead(self, totals: StepTotals, record: StepRecord, step: int) -> None:
         """Report what is open and what was waited for in a run that samples ahead."""
         progress = self._progress
-        record.waits_in = "gen"
+        record.wait_stage = "gen"
         record.add({**progress.open_metrics(), **totals.metrics()})
         self._alert_about_lengths(step)
         elapsed = time.perf_counter() - self._step_began
@@ -299,18 +299,18 @@ class Supply:
             ]
             decision = next_batch(open_groups, step, self._rule)
             if decision.dropped:
-                self._leave([self._progress.groups[number] for number in decision.dropped], "stale")
+                self._remove([self._progress.groups[number] for number in decision.dropped], "stale")
                 self._admit()
             if decision.numbers:
                 self._progress.filtered_since_batch = 0
                 return decision.numbers
-            self._require_more(step)
+            self._require_pending(step)
             is_enough = self._progress.num_kept >= self._rule.batch
             began = time.perf_counter()
             self._receive(record, self._state.step, decision.awaited)
             self._totals.waited_for_oldest += time.perf_counter() - began if is_enough else 0.0
 
-    def _require_more(self, step: int) -> None:
+    def _require_pending(self, step: int) -> None:
         """Raise unless open requests can still complete a batch for ``step``."""
         filters, data = self._services.config.algorithm.filter_groups, self._services.config.data
         batch = self._rule.batch
@@ -329,10 +329,10 @@ class Supply:
                 "all of them have ended."
             )
 
-    def _empty_shared_devices(self, step: int, record: StepRecord) -> None:
+    def _drain_engines(self, step: int, record: StepRecord) -> None:
         """Engines that share the trainer's devices end what they have and sleep before a step is trained."""
         while self._requests:
-            self._require_more(step)
+            self._require_pending(step)
             self._receive(record, version=self._state.step)
         # The samples are here; the next weight update replaces an engine that is lost.
         with record.stage("gen"), suppress(EnginesLostError):
@@ -353,12 +353,12 @@ class Supply:
             else:
                 ended = self._requests.requests_of(awaited)
                 self._services.engines.wait_for(ended, replace_lost)
-            whole = self._file(ended)
+            complete_groups = self._store_responses(ended)
             record.add_busy("gen", time.perf_counter() - began)
         with record.stage("reward"):
-            self._decide(whole)
+            self._decide(complete_groups)
         with record.stage("admit"):
-            self._replace_missing()
+            self._refill()
 
     def decide_ended_groups(self) -> None:
         """Decide groups that ended while the trainer works, so that their replacements begin at once."""
@@ -369,27 +369,27 @@ class Supply:
         except EnginesLostError:
             # The next wait for samples finds it too, when the trainer has time to send weights.
             return
-        self._decide(self._file(ended))
-        self._replace_missing()
+        self._decide(self._store_responses(ended))
+        self._refill()
 
-    def _replace_missing(self) -> None:
+    def _refill(self) -> None:
         self._fail_late_groups()
         if self._progress.admission.allowance():
             self._admit()
 
-    def _note_parts(self, record: StepRecord, version: int) -> None:
+    def _store_parts(self, record: StepRecord, version: int) -> None:
         """Collect the samples that ended before a publication, and the tokens so far of those that it cut."""
         with record.stage("update_weights"):
             ended, interrupted = self._services.engines.collect_parts(
                 self._publisher.engine_replacer(version, record)
             )
             record.add(pause_metrics(list(interrupted.values())))
-            whole = self._file(ended)
+            complete_groups = self._store_responses(ended)
             self._totals.arrived += self._requests.take_parts()
         with record.stage("reward"):
-            self._decide(whole)
+            self._decide(complete_groups)
 
-    def _file(self, ended: Sequence[Request]) -> list[Group]:
+    def _store_responses(self, ended: Sequence[Request]) -> list[Group]:
         """Put what came of requests into their samples; returns the groups that are whole with them.
 
         The group of a sample that failed fails with it.
@@ -399,8 +399,9 @@ class Supply:
             if isinstance(request.outcome, str):
                 failures.setdefault(request.owner.number, request.outcome)
             else:
-                one_version = not self._options.cuts
-                self._totals.arrived += end_sample(request.owner, request.sample, one_version=one_version)
+                self._totals.arrived += store_response(
+                    request.owner, request.sample, single_version=not self._options.cuts
+                )
         self._arrived_at = time.perf_counter()
         for number, why in failures.items():
             self._fail(self._progress.groups[number], EpisodeFailedError(why))
@@ -431,9 +432,9 @@ class Supply:
                 progress.admission = progress.admission.keep([group.number])
                 totals.groups["kept"] += 1
         progress.filtered_since_batch += len(filtered)
-        self._leave(filtered, "filtered")
+        self._remove(filtered, "filtered")
 
-    def _leave(
+    def _remove(
         self, groups: Sequence[Group], fate: Literal["filtered", "failed", "stale", "surplus"]
     ) -> None:
         """Remove groups that will not be trained on; each frees a place."""
@@ -485,7 +486,7 @@ class Supply:
             return
         log("group %d failed again and is replaced: %s", group.number, error)
         num_decided = len(progress.admission.decided)
-        self._leave([group], "failed")
+        self._remove([group], "failed")
         progress.failed = progress.failed.with_failure(num_decided, str(error))
 
     # what a step reports

@@ -33,7 +33,7 @@ _FIRST_STEPS = 2
 
 
 @dataclass(frozen=True)
-class ChosenRows:
+class RecordedRows:
     """Rows of a batch, and how they were chosen."""
 
     rows: list[int]
@@ -42,7 +42,7 @@ class ChosenRows:
     """Probability with which each of the others was taken."""
 
     @classmethod
-    def choose(cls, squares: Tensor, num_rows: int, seed: int) -> "ChosenRows":
+    def choose(cls, squares: Tensor, num_rows: int, seed: int) -> "RecordedRows":
         """Half at random, half those with the largest ``squares`` ``[B]`` of the rest; all where ``num_rows``
         is not below B."""
         num_available = len(squares)
@@ -78,7 +78,7 @@ class TokenRecorder:
         step: int,
     ) -> None:
         """Write the record of a step, if one is due."""
-        why = self._why(step)
+        why = self._reason(step)
         if why is None:
             return
         with record.stage("token_records"):
@@ -86,7 +86,7 @@ class TokenRecorder:
             write_record(self._folder, self._record(samples, evaluations, scored, control, step, why))
             thin_out(self._folder, self._settings.max_megabytes << 20, MOST_FILES, _KEPT)
 
-    def _why(self, step: int) -> str | None:
+    def _reason(self, step: int) -> str | None:
         """Why a record of the step is written; None: none is."""
         settings = self._settings
         last_alert = self._services.tracker.last_alert
@@ -116,18 +116,18 @@ class TokenRecorder:
         squares = _squares(evaluations.proximal_log_probs, rollouts)
         seed = request_seed({"seed": config.trainer.seed, "step": step, "token_records": 1})
         num_rows = len(samples) if why == "full" else self._settings.rows_per_step
-        chosen = ChosenRows.choose(squares, num_rows, seed)
-        lengths = rollouts.tokens.response_lengths[chosen.rows]
+        recorded = RecordedRows.choose(squares, num_rows, seed)
+        lengths = rollouts.tokens.response_lengths[recorded.rows]
         written = torch.arange(rollouts.response_mask.shape[1]) < lengths[:, None]
 
         def tokens_of(values: Tensor) -> Array:
-            flat: Array = values[chosen.rows][written].numpy()
+            flat: Array = values[recorded.rows][written].numpy()
             return flat
 
         columns = dict(_token_columns(samples, evaluations, scored, in_actor))
         tokens = {name: tokens_of(values) for name, values in columns.items()}
         ids = tokens_of(rollouts.tokens.responses)
-        prompts = [np.asarray(prompt) for prompt in _prompts(samples, chosen.rows)]
+        prompts = [np.asarray(prompt) for prompt in _prompts(samples, recorded.rows)]
         contents = self._settings.contents
         tokens["token_class"] = self._token_classes(
             ids, prompts if contents == "full" else [], contents != "numbers_only", step
@@ -144,7 +144,7 @@ class TokenRecorder:
                 "rows_of_batch": len(samples),
                 "tokens_of_batch": samples.num_tokens,
             },
-            _row_columns(samples, chosen),
+            _row_columns(samples, recorded),
             lengths.numpy(),
             tokens,
             prompts if contents == "full" else None,
@@ -172,22 +172,22 @@ class TokenRecorder:
     def _token_classes(self, ids: Array, prompts: Sequence[Array], keeps_text: bool, step: int) -> Array:
         """The class of each id; the text of ids that come for the first time is written beside the
         records."""
-        distinct, places = np.unique(ids, return_inverse=True)
+        distinct, inverse = np.unique(ids, return_inverse=True)
         present = {int(token) for token in np.unique(np.concatenate([distinct, *prompts]))}
-        if new := sorted(present - self._classes.keys()):
+        if new_ids := sorted(present - self._classes.keys()):
             texts = self._services.tokenizer.batch_decode(
-                [[token] for token in new], skip_special_tokens=False
+                [[token] for token in new_ids], skip_special_tokens=False
             )
             special = set(self._services.tokenizer.all_special_ids)
-            classes = [class_of(text, token in special) for token, text in zip(new, texts, strict=True)]
-            self._classes |= dict(zip(new, classes, strict=True))
+            classes = [class_of(text, token in special) for token, text in zip(new_ids, texts, strict=True)]
+            self._classes |= dict(zip(new_ids, classes, strict=True))
             if keeps_text:
                 path = self._folder / PIECES
                 path.touch(mode=0o600)
-                pieces = list(zip(new, texts, classes, strict=True))
+                pieces = list(zip(new_ids, texts, classes, strict=True))
                 with path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"step": step, "pieces": pieces}) + "\n")
-        return np.array([self._classes[int(token)] for token in distinct], "int8")[places.reshape(-1)]
+        return np.array([self._classes[int(token)] for token in distinct], "int8")[inverse.reshape(-1)]
 
 
 def _squares(proximal: Tensor | None, rollouts: RolloutBatch) -> Tensor:
@@ -233,8 +233,8 @@ def _token_columns(
     yield from ((name, values) for name, values in optional.items() if values is not None)
 
 
-def _row_columns(samples: Samples, chosen: ChosenRows) -> dict[str, Array]:
-    rows = chosen.rows
+def _row_columns(samples: Samples, recorded: RecordedRows) -> dict[str, Array]:
+    rows = recorded.rows
     engines = samples.rollouts.engines
     numbers = {} if engines is None else {"engine": engines[rows].numpy()}
     return {
@@ -242,8 +242,8 @@ def _row_columns(samples: Samples, chosen: ChosenRows) -> dict[str, Array]:
         "row": np.array(rows),
         "group": samples.rollouts.group_ids[rows].numpy(),
         "source": np.array([str(samples.rows[row].data_source) for row in rows], dtype=object),
-        "chosen_by": np.array(["worst" if worst else "random" for worst in chosen.is_worst], dtype=object),
-        "inclusion": np.array([0.0 if worst else chosen.inclusion for worst in chosen.is_worst]),
+        "chosen_by": np.array(["worst" if worst else "random" for worst in recorded.is_worst], dtype=object),
+        "inclusion": np.array([0.0 if worst else recorded.inclusion for worst in recorded.is_worst]),
         "score": samples.scores[rows].numpy(),
         "finished": samples.rollouts.finished[rows].numpy(),
     }

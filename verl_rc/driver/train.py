@@ -42,7 +42,7 @@ def train(services: Services, state: RunState) -> None:
     supply = Supply(services, state, publisher)
     recorder = TokenRecorder(services, state.step)
     pace = Pace()
-    first, last = start(services, state, publisher), None
+    first_accuracy, last_accuracy = start(services, state, publisher), None
     if trainer.val_only:
         return
     if state.step >= services.total_steps:
@@ -74,7 +74,7 @@ def train(services: Services, state: RunState) -> None:
         if services.is_due(config.async_training.trigger_parameter_sync_step, step):
             supply.publish(step, record)
         if services.is_due(trainer.test_freq, step):
-            last = validate(services, publisher, record, step)
+            last_accuracy = validate(services, publisher, record, step)
         supply.admit(record)
         state.health = judge_health(services.tracker, state.health, record, step)
         recorder.write(samples, evaluations, scored, control, record, step)
@@ -82,15 +82,15 @@ def train(services: Services, state: RunState) -> None:
         state.prompts, state.canary_gap_limit = services.prompts.state_dict(), publisher.canary_gap_limit
         state.step = step
         finish_step(services, state, record)
-        pace = pace.observed(record.seconds, step, services.placement)
+        pace = pace.after_step(record.seconds, step, services.placement)
     log(
         "written to %s: %s",
         services.folder,
         ", ".join(sorted(path.name for path in services.folder.iterdir())),
     )
     log("training curves: %s", draw_curves(services.folder))
-    if first is not None and last is not None:
-        log("validation accuracy: %.3f -> %.3f", first, last)
+    if first_accuracy is not None and last_accuracy is not None:
+        log("validation accuracy: %.3f -> %.3f", first_accuracy, last_accuracy)
 
 
 def update(

@@ -151,8 +151,8 @@ class Publisher:
                 self._deliver(version, record)
                 self._judge_canary(version, record)
                 return
-            except EnginesLostError as error:
-                error = error
+            except EnginesLostError as next_error:
+                error = next_error
 
     def _replace_engines(self, error: EnginesLostError, record: StepRecord) -> None:
         """Start new engines in the places of the lost ones and connect them to the trainer; they have no
@@ -225,9 +225,8 @@ class Publisher:
         if not gaps:
             return
         if self._rollout.enable_rollout_routing_replay:
-            own_log_probs = services.actor.compute_log_probs(
-                tokens.without_experts(), limit
-            ).result.log_probs[inverse]
+            scores = services.actor.compute_log_probs(tokens.without_experts(), limit).result
+            own_log_probs = scores.log_probs[inverse]
             gap = LogProbGap.between(own_log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
             assert gap is not None
             record.add_records([Metric("sync/canary_own_experts_gap", gap.mean, Reduction.MAX)])

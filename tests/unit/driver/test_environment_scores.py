@@ -13,7 +13,7 @@ from verl_rc.cluster.engine_work import Request
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.episode import Reply
 from verl_rc.data.parts import Sample
-from verl_rc.driver.evaluate import opened_for_validation
+from verl_rc.driver.evaluate import open_for_validation
 from verl_rc.health.guards import TooManyFailedGroupsError
 from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
@@ -197,4 +197,4 @@ def test_an_environment_that_never_opens_ends_the_run() -> None:
     with pytest.raises(TooManyFailedGroupsError, match="no sandbox is left"):
         sample(run)
     with pytest.raises(ValueError, match="no sandbox is left"):
-        opened_for_validation([prompt(0)], run.openings, seed=1)
+        open_for_validation([prompt(0)], run.openings, seed=1)

@@ -132,12 +132,13 @@ def test_every_action_of_every_alert(cause: str, action: str, trains: bool, stop
     assert record.values.get(f"alerts/{cause}") == 1
     assert record.values.get("alerts/withheld_updates") == (not trains)
     assert [step for _, step in run.tracker.alerts] == [3]
-    assert run.stop.decide() is stops
+    run.stop.accept()
+    assert run.stop.accepted is stops
     if stops:
         with pytest.raises(StoppedByAlertError, match="at step 3"):
-            run.stop.end_if_decided()
+            run.stop.end_if_accepted()
     else:
-        run.stop.end_if_decided()
+        run.stop.end_if_accepted()
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_an_unusual_gap_acts_as_configured_and_a_usual_one_does_not(
         assert record.metrics().get("alerts/gap") == is_unusual
         assert wanted is (trains or not is_unusual)
     assert [title for title, _ in run.tracker.alerts] == ["the engines' log-probs are unusually far off"]
-    assert run.stop.decide() is stops
+    assert run.stop.requested is stops
 
 
 def test_canary_tokens_with_an_unusual_gap_count_in_a_step_whose_rollouts_had_a_usual_one() -> None:
@@ -167,9 +168,9 @@ def test_canary_tokens_with_an_unusual_gap_count_in_a_step_whose_rollouts_had_a_
 def test_canary_tokens_with_an_unusual_gap_act_after_the_update() -> None:
     run, record = make_run("trainer.alerts.gap=save_and_stop"), StepRecord()
     run.guards.act_on_canary_gap(0.1, 0.2, record, step=3)
-    assert (record.metrics().get("alerts/gap"), run.stop.decide()) == (None, False)
+    assert (record.metrics().get("alerts/gap"), run.stop.requested) == (None, False)
     run.guards.act_on_canary_gap(0.3, 0.2, record, step=3)
-    assert (record.metrics().get("alerts/gap"), run.stop.decide()) == (1, True)
+    assert (record.metrics().get("alerts/gap"), run.stop.requested) == (1, True)
     run = make_run("trainer.alerts.gap=skip")
     run.guards.act_on_canary_gap(0.3, 0.2, record, step=3)
     assert run.tracker.texts[-1].endswith("the updates were made before, so none is left out")

@@ -10,7 +10,7 @@ from verl_rc.config.task import DataConfig
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.episode import Opening
 from verl_rc.data.tokenize import encode_opening
-from verl_rc.driver.evaluate import opened_for_validation
+from verl_rc.driver.evaluate import open_for_validation
 from verl_rc.driver.openings import Openings, OverlongOpeningError
 from verl_rc.rollout.environment_host import Hosts
 
@@ -57,7 +57,7 @@ def test_an_opening_that_is_too_long_ends_the_run_without_a_filter() -> None:
 
 def test_validation_leaves_out_the_same_prompts_but_not_all() -> None:
     of_data = openings(filter_overlong_prompts=True)
-    kept = opened_for_validation(ROWS, of_data, seed=1)
+    kept = open_for_validation(ROWS, of_data, seed=1)
     assert [one.row_index for one in kept] == [0, 2]
     with pytest.raises(ValueError, match="lets through at most"):
-        opened_for_validation(ROWS[1:2], of_data, seed=1)
+        open_for_validation(ROWS[1:2], of_data, seed=1)

@@ -131,22 +131,22 @@ def test_the_first_sigterm_is_noted_and_the_second_ends() -> None:
 
 def test_a_run_that_asks_to_end_does_so_after_its_step_whatever_the_scheduler_asks() -> None:
     request = StopRequest()
-    request.end_if_decided()
+    request.end_if_accepted()
     with request.listening():
         request.request("the reward has collapsed")
         os.kill(os.getpid(), signal.SIGTERM)
-    assert request.decide()
+    request.accept()
     with pytest.raises(StoppedByAlertError, match="the reward has collapsed"):
-        request.end_if_decided()
+        request.end_if_accepted()
 
 
 def test_a_scheduler_gets_its_exit_code() -> None:
     request = StopRequest()
     request.requested = True
-    request.end_if_decided()  # too late for this step
-    assert request.decide()
+    request.end_if_accepted()  # too late for this step
+    request.accept()
     with pytest.raises(SystemExit) as raised:
-        request.end_if_decided()
+        request.end_if_accepted()
     assert raised.value.code == 143
 
 

@@ -25,7 +25,7 @@ from verl_rc.data.token_parquet import read_record, record_files
 from verl_rc.data.token_record import FOLDER, PIECES, TokenRecord, noise_scale
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.driver.token_records import ChosenRows, TokenRecorder
+from verl_rc.driver.token_records import RecordedRows, TokenRecorder
 from verl_rc.ppo.control import Control
 
 TOLD = [{"role": "user", "content": "h"}]
@@ -81,7 +81,7 @@ def test_the_step_of_an_alert_and_the_one_after(tmp_path: Path) -> None:
         folder=tmp_path,
     )
     recorder = TokenRecorder(cast(Services, services), 0)
-    assert [recorder._why(step) for step in (40, 41, 42, 43)] == [None, "alert", "alert", None]
+    assert [recorder._reason(step) for step in (40, 41, 42, 43)] == [None, "alert", "alert", None]
 
 
 def test_switched_off_nothing_is_written(tmp_path: Path) -> None:
@@ -150,27 +150,27 @@ def test_pieces_have_the_text_of_every_id(tmp_path: Path) -> None:
 
 def test_half_at_random_half_the_worst() -> None:
     squares = torch.tensor([0.0, 5.0, 1.0, torch.inf, 2.0, 0.1, 9.0, torch.nan])
-    chosen = ChosenRows.choose(squares, 5, seed=3)
+    chosen = RecordedRows.choose(squares, 5, seed=3)
     drawn, worst = chosen.rows[:3], chosen.rows[3:]
     assert chosen.is_worst == [False] * 3 + [True] * 2
     assert chosen.inclusion == 3 / 8
     left = [row for row in (3, 7, 6, 1, 4, 2, 5, 0) if row not in drawn]
     assert worst == left[:2]
-    assert ChosenRows.choose(squares, 5, seed=3) == chosen
-    assert any(ChosenRows.choose(squares, 5, seed=other).rows != chosen.rows for other in range(4, 9))
+    assert RecordedRows.choose(squares, 5, seed=3) == chosen
+    assert any(RecordedRows.choose(squares, 5, seed=other).rows != chosen.rows for other in range(4, 9))
 
 
 def test_random_rows_are_taken_alike_whatever_their_gap() -> None:
     squares = torch.arange(8.0)
     counts = np.zeros(8)
     for seed in range(2_000):
-        chosen = ChosenRows.choose(squares, 4, seed)
+        chosen = RecordedRows.choose(squares, 4, seed)
         counts[chosen.rows[:2]] += 1
     np.testing.assert_allclose(counts / 2_000, 0.25, atol=4 * (0.25 * 0.75 / 2_000) ** 0.5)
 
 
 def test_a_small_batch_is_taken_whole() -> None:
-    chosen = ChosenRows.choose(torch.tensor([1.0, 2.0]), 16, seed=1)
+    chosen = RecordedRows.choose(torch.tensor([1.0, 2.0]), 16, seed=1)
     assert (chosen.rows, chosen.is_worst, chosen.inclusion) == ([0, 1], [False, False], 1.0)
 
 

@@ -260,6 +260,7 @@ def publisher_of(
     trainer's."""
     run = Mock(gap_limit=GapLimit.for_precision("bfloat16"))
     run.config.actor_rollout_ref.exact = False
+    run.config.actor_rollout_ref.rollout.enable_rollout_routing_replay = False
     run.tokenizer.pad_token_id = 0
     run.actor.compute_log_probs.side_effect = lambda tokens, _: Timed(
         TokenScores(log_probs(tokens), None), 0.0

@@ -918,7 +918,7 @@ def seconds_speeds_and_replacements():
         record = StepRecord()
         record.engines_replaced = 2
         record.requests_reissued = 3
-        record.waits_in = "gen"
+        record.wait_stage = "gen"
         record.tokens = StepTokens(response=50, total=200, num_devices=4)
         record.ledger.book({"trained": 40})
         for number, stage in enumerate(stages, start=1):
@@ -1129,11 +1129,13 @@ def weights_on_their_way():
     return record.metrics(), {"sync/bytes": 4 * (2 + 3), "sync/tensors": 2}
 
 
-def judged_canaries(actor: Any, *answers: list[list[Sample]]) -> dict[str, float]:
+def judged_canaries(
+    actor: Any, *answers: list[list[Sample]], overrides: tuple[str, ...] = ()
+) -> dict[str, float]:
     """The metrics of a step in which engines generate these, one publication after the other."""
     left = list(answers)
     services = SimpleNamespace(
-        config=load_run_config(sound_run()),
+        config=load_run_config([*sound_run(), *overrides]),
         stop_token_ids=(),
         engines=SimpleNamespace(generate_on_each=lambda *_: left.pop(0)),
         actor=actor,
@@ -1181,7 +1183,8 @@ def canary_tokens_whose_experts_are_recorded():
     column = RaggedColumn.from_counts(np.array([2, 1, 1]), np.zeros(4, dtype=np.uint8))
     plain = made_sample(0, [5, 6, 7], 1, [-1.5, -1.25, -1.0])
     recorded = replace(plain, parts=[replace(plain.parts[0], columns={"experts": column})])
-    return judged_canaries(actor, [[recorded]]), {
+    replay = "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+    return judged_canaries(actor, [[recorded]], overrides=(replay,)), {
         "sync/canary_mean_gap": 1 / 4,
         "sync/canary_max_gap": 1 / 2,
         "sync/canary_nonfinite_tokens": 0,
