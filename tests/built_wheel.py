@@ -46,13 +46,14 @@ class Environment:
 
     def __init__(self, folder: Path, packages: Sequence[str] = (), python: str = sys.executable) -> None:
         self._folder = folder
-        ran([python, "-m", "venv", folder / "venv"], folder)
+        ran([python, "-m", "venv", "--without-pip", folder / "venv"], folder)
         if packages:
             self.pip("install", "--quiet", *packages)
 
     def pip(self, *arguments: object) -> str:
         """What pip says."""
-        return self.run("-m", "pip", "--disable-pip-version-check", *arguments)
+        pip = [sys.executable, "-m", "pip", "--python", self._folder / "venv/bin/python"]
+        return ran([*pip, "--disable-pip-version-check", *arguments], self._folder)
 
     def run(self, *arguments: object, status: int = 0) -> str:
         """What the environment's Python says."""

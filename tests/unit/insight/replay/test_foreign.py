@@ -45,14 +45,13 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @functools.cache
 def sampled(folder: Path, temperature: float) -> list[list[int]]:
     """Responses that the model samples."""
-    network, generator = AutoModelForCausalLM.from_pretrained(folder).float().eval(), torch.Generator()
-    generator.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     responses = []
     for prompt in PROMPTS:
         ids = list(prompt)
         for _ in range(LENGTH):
             with torch.no_grad():
-                logits = network(torch.tensor([ids])).logits[0, -1]
+                logits = network(folder)(torch.tensor([ids])).logits[0, -1]
             ids.append(int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)))
         responses.append(ids[len(prompt) :])
     return responses
@@ -60,11 +59,10 @@ def sampled(folder: Path, temperature: float) -> list[list[int]]:
 
 def distributions(folder: Path, prompts: Any, responses: Any, temperature: float = 1.0) -> tuple[Any, Any]:
     """Log-probs and entropies, float32 ``[rows, tokens]``."""
-    network = AutoModelForCausalLM.from_pretrained(folder).float().eval()
     rows, entropies = [], []
     for prompt, response in zip(prompts, responses, strict=True):
         with torch.no_grad():
-            logits = network(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+            logits = network(folder)(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
         logs = (logits / temperature).log_softmax(-1)
         rows.append(logs.gather(-1, torch.tensor(response)[:, None])[:, 0].tolist())
         entropies.append((-logs.exp() * logs).sum(-1).tolist())
@@ -75,6 +73,12 @@ def log_probs(
     folder: Path, prompts: Any = PROMPTS, responses: Any = RESPONSES, temperature: float = 1.0
 ) -> Any:
     return distributions(folder, prompts, responses, temperature)[0]
+
+
+@functools.cache
+def network(folder: Path) -> Any:
+    """The model, which every test reads and none changes."""
+    return AutoModelForCausalLM.from_pretrained(folder).float().eval()
 
 
 def rows_with(train: Any, rollout: Any, responses: Any = RESPONSES) -> list[Row]:
@@ -138,11 +142,11 @@ def test_the_healthy_gap_is_what_both_precisions_round(model: Path, tmp_path: Pa
         for dtypes in (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16"))
     ]
     assert sizes[0] == 0
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    bfloat16 = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
     rounded = []
     for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
         logs = (
-            network(torch.tensor([[*prompt, *response]]))
+            bfloat16(torch.tensor([[*prompt, *response]]))
             .logits[0, len(prompt) - 1 : -1]
             .float()
             .log_softmax(-1)
@@ -198,21 +202,35 @@ def test_only_the_first_step_has_the_weights_of_the_beginning(model: Path, tmp_p
     assert [one.step for one in replayed(folder, model, first_step=10, last_step=10).replayed] == [10]
 
 
-@pytest.mark.parametrize("trainer", WRITERS)
-def test_files_of_each_trainer_are_replayed(model: Path, tmp_path: Path, trainer: str) -> None:
+@pytest.fixture(scope="module")
+def at_temperature(model: Path) -> list[Row]:
+    """Rows that trainer and engine sampled and scored at temperature 0.8."""
     responses = sampled(model, 0.8)
     exact, entropies = distributions(model, PROMPTS, responses, 0.8)
-    rows = rows_with(exact, exact, responses)
-    WRITERS[trainer](tmp_path, 1, [{**row, "entropy": one} for row, one in zip(rows, entropies, strict=True)])
-    assert said(
-        replayed(tmp_path, model), "not replayed: the temperature of sampling is not in the run's files"
-    )
-    diagnosis = replayed(tmp_path, model, temperature=0.8)
+    rows = zip(rows_with(exact, exact, responses), entropies, strict=True)
+    return [{**row, "entropy": entropy} for row, entropy in rows]
+
+
+@pytest.mark.parametrize("trainer", WRITERS)
+def test_files_of_each_trainer_are_replayed(
+    model: Path, tmp_path: Path, at_temperature: list[Row], trainer: str
+) -> None:
+    WRITERS[trainer](tmp_path, 1, at_temperature)
+    diagnosis = replayed(tmp_path, model, temperature=0.8, dtypes=("float32", "float32"))
     assert diagnosis.replayed[0].tokens == COUNT * LENGTH
+    assert diagnosis.replayed[0].parts["trainer"].size < 1e-5
+    assert grave(diagnosis) == []
+
+
+def test_an_unknown_temperature_is_asked_for_and_an_unknown_precision_assumed(
+    model: Path, tmp_path: Path, at_temperature: list[Row]
+) -> None:
+    WRITERS["prime-rl"](tmp_path, 1, at_temperature)
+    unasked = "not replayed: the temperature of sampling is not in the run's files"
+    assert said(replayed(tmp_path, model), unasked)
+    diagnosis = replayed(tmp_path, model, temperature=0.8)
     assert grave(diagnosis) == []
     assert said(diagnosis, "engine_dtype is not in the run's files, bfloat16 is assumed")
-    strict = replayed(tmp_path, model, temperature=0.8, dtypes=("float32", "float32"))
-    assert strict.replayed[0].parts["trainer"].size < 1e-5
 
 
 def test_the_model_gives_what_the_files_lack(model: Path, tmp_path: Path) -> None:
