@@ -102,7 +102,8 @@ def _build(
     links = "".join(f'<a href="#{name}">{escaped(heading)}</a>' for name, heading, _ in panels)
     content = "".join(section(name, heading, text) for name, heading, text in panels)
     scripts = "".join(f"<script>{asset(name)}</script>" for name in _SCRIPTS)
-    sources = " ".join(f"'sha256-{_digest(asset(name))}'" for name in _SCRIPTS)
+    digests = (hashlib.sha256(asset(name).encode("utf-8")).digest() for name in _SCRIPTS)
+    sources = " ".join(f"'sha256-{base64.b64encode(digest).decode('ascii')}'" for digest in digests)
     policy = (
         f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
     )
@@ -249,7 +250,3 @@ def as_script(data: Any) -> str:
 def asset(name: str) -> str:
     """A file that is part of every page."""
     return resources.files("verl_rc.insight.page").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _digest(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
