@@ -121,10 +121,10 @@ STALENESS = Cause(
     "staleness",
     "√k3 is linear in age",
     (
-        "The gap grows with the age of a token, {slope:.4f} nats per update: {floor:.4f} at the youngest, "
+        "The gap grows with the age of a token, {slope:.4f} nats per step: {floor:.4f} at the youngest, "
         "{oldest_gap:.4f} at age {oldest:.0f} (r² {r:.2f})"
     ),
-    ("Correct it with token weights, or let the engines be fewer updates behind."),
+    ("Correct it with token weights, or let the engines be fewer steps behind."),
     evidence="run",
     level="notice",
     is_repairable=True,
@@ -182,7 +182,7 @@ ONE_VERSION_LATE = Cause(
     "the gap follows the update before",
     (
         "The gap follows the update before it (r² {r:.2f}): {gap:.4f} nats on average, {first:.4f} in the "
-        "first step, which had none. The engine samples with weights that are one update old"
+        "first step, which had none. The engine samples with weights that are one version old"
     ),
     ("Look at the order of weight update and sampling; wait for the sync before the next batch."),
     evidence="run",

@@ -123,12 +123,15 @@ class RewardHistory:
         recent = (*self.recent, StepScores(values.numel(), total, squares))[-window:]
         if len(recent) < window:
             return RewardHistory(recent, self.best)
-        mean = _mean_and_variance(recent)[0]
+        mean, _ = _mean_and_variance(recent)
         return RewardHistory(recent, mean if self.best is None else max(self.best, mean))
 
     def collapse(self, window: int, drop: float | None) -> str | None:
-        """What has happened when the mean of the last ``window`` steps is below the best one by more than the
-        share ``drop`` of it (``trainer.alerts.reward_drop``); None when it is not, or ``drop`` is None."""
+        """The sentence about a collapse; None: there is none, or ``drop`` is None.
+
+        The reward has collapsed when the mean of the last ``window`` steps is below the best one by more than
+        the share ``drop`` of it (``trainer.alerts.reward_drop``), and by more than chance explains.
+        """
         if drop is None or self.best is None or len(self.recent) < window:
             return None
         mean, variance = _mean_and_variance(self.recent)

@@ -311,6 +311,6 @@ def healthy_batch(seed: int, rows: int = 64, width: int = 12, vocabulary: int = 
 
 def test_healthy_batches_name_no_cause() -> None:
     """Single steps name no cause; a run says one only when two in a row agree."""
-    found = [cause_of(healthy_batch(seed)) for seed in range(400)]
+    found = [cause_of(healthy_batch(seed)) for seed in range(150)]
     assert [(seed, cause.name) for seed, cause in enumerate(found) if cause is not None] == []
     assert math.isfinite(healthy_batch(0)["logit_noise"])

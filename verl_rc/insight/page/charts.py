@@ -201,8 +201,8 @@ PANELS: dict[str, tuple[str, tuple[ChartSpec, ...]]] = {
 }
 """Panels by id: title and charts."""
 _SUMS = {"timing_s/step", "ledger/sampled_tokens"}
-"""Left out of stacks: they are what the stack adds up to."""
-_ALL_ZERO_SAYS_NOTHING = {"Rejected by rule", "Tokens of a step"}
+"""Sums of a stack, which are no part of it."""
+_WITHOUT_ZEROS = {"Rejected by rule", "Tokens of a step"}
 
 
 def charts_of(specs: Sequence[ChartSpec], runs: Sequence[RunData]) -> list[Chart]:
@@ -222,8 +222,7 @@ def _chart(spec: ChartSpec, runs: Sequence[RunData]) -> Chart | None:
             low, high = (
                 (run.series.get(edge) for edge in spec.band) if spec.band and len(runs) == 1 else (None, None)
             )
-            theirs = run.their_names.get(name)
-            label = name if theirs is None else f"{theirs} ({name})"
+            label = f"{run.their_names[name]} ({name})" if name in run.their_names else name
             lines.append(Line(prefix + label, run.series[name], low, high, run_number, part))
         if spec.derived is not None and len(derived := spec.derived[2](run)):
             lines.append(Line(prefix + spec.derived[0], derived, run=run_number, part=len(run_names)))
@@ -254,6 +253,6 @@ def _names(spec: ChartSpec, run: RunData) -> list[str]:
         for name in matching:
             if run.has(name) and name not in names and not (spec.stacked and name in _SUMS):
                 names.append(name)
-    if spec.title in _ALL_ZERO_SAYS_NOTHING:
+    if spec.title in _WITHOUT_ZEROS:
         names = [name for name in names if any(run.get(name).values)]
     return names

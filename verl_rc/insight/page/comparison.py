@@ -1,4 +1,4 @@
-"""Several runs side by side: last tenths with intervals, seeds of one configuration, and where runs part."""
+"""Several runs side by side: last tenths with intervals, seeds of one configuration, where runs diverge."""
 
 import math
 import statistics
@@ -31,14 +31,13 @@ _SEED_KEYS = {"trainer.seed", "data.seed", "actor_rollout_ref.rollout.seed"}
 _SEED = "trainer.seed"
 """The seed that runs are paired by."""
 _FEWEST_PAIRS = 2
-_MANY = "look at the ones that were to be compared, not at the most different"
 _PLACE_KEYS = {
     "trainer.default_local_dir",
     "trainer.experiment_name",
     "trainer.project_name",
     "trainer.resume_mode",
 }
-"""Keys that say where a run is and not what it is."""
+"""Keys of a run's place, which do not change what it computes."""
 _T_90 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796)
 """Quantiles 0.95 of Student's t for 1 to 11 degrees of freedom."""
 _WINDOWS, _FEWEST_OF_WINDOW = 20, 8
@@ -51,14 +50,14 @@ def comparison_panel(runs: Sequence[RunData]) -> str:
     rows = [(escaped(name), *map(_cell, means)) for name, means in compared if any(means)]
     rows += _validation_rows(runs)
     head = ("last tenth", *(escaped(run.name) for run in runs))
-    seeds = _seeds(runs)
+    groups = _seed_groups(runs)
     caution = (
         "<p>Intervals are of the steps of one run (90 %, block bootstrap). They do not say whether another "
         "seed would give the same: with one run a side no difference is shown to be more than chance.</p>"
     )
     return (
-        f"{caution}{table(head, rows)}{_seed_table(seeds)}{_paired_tables(seeds)}<h3>Where they "
-        f"part</h3>{_partings(runs)}<h3>Keys that differ</h3>{differing_settings(runs)}"
+        f"{caution}{table(head, rows)}{_seed_tables(groups)}{_paired_tables(groups)}<h3>Where they "
+        f"diverge</h3>{_divergence_table(runs)}<h3>Keys that differ</h3>{differing_settings(runs)}"
     )
 
 
@@ -83,27 +82,25 @@ def _validation_rows(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
     ]
 
 
-def _seeds(runs: Sequence[RunData]) -> list[list[RunData]]:
+def _seed_groups(runs: Sequence[RunData]) -> list[list[RunData]]:
     """Groups of two or more runs whose configurations differ in their seeds only."""
     groups: dict[str, list[RunData]] = defaultdict(list)
     for run in runs:
         if run.settings:
-            same = sorted(
-                (key, repr(value))
-                for key, value in run.settings.items()
-                if key not in _SEED_KEYS | _PLACE_KEYS
-            )
-            groups[repr(same)].append(run)
+            shared = {
+                key: run.settings[key] for key in sorted(run.settings.keys() - _SEED_KEYS - _PLACE_KEYS)
+            }
+            groups[repr(shared)].append(run)
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _seed_table(groups: Sequence[Sequence[RunData]]) -> str:
+def _seed_tables(groups: Sequence[Sequence[RunData]]) -> str:
     """Mean over the seeds with its t interval."""
     parts = []
     for group in groups:
         ends = [_ends(run) for run in group]
         rows = []
-        for name in _in_all(ends):
+        for name in _common_names(ends):
             means = [run_ends[name] for run_ends in ends]
             rows.append((escaped(name), f"{number(statistics.fmean(means))} ± {number(t_interval(means))}"))
         names = ", ".join(run.name for run in group)
@@ -121,8 +118,8 @@ def _ends(run: RunData) -> dict[str, float]:
     return ends | {f"validation {name}": series.values[-1] for name, series in source_validation(run)}
 
 
-def _in_all(ends: Sequence[Mapping[str, float]]) -> list[str]:
-    """Names that all have, in the order of the first."""
+def _common_names(ends: Sequence[Mapping[str, float]]) -> list[str]:
+    """Names that all runs have, in the order of the first run."""
     return [name for name in ends[0] if all(name in run_ends for run_ends in ends)]
 
 
@@ -139,7 +136,7 @@ def _paired_tables(groups: Sequence[Sequence[RunData]]) -> str:
             continue
         pairs = [(_ends(first_runs[seed]), _ends(second_runs[seed])) for seed in shared]
         rows = []
-        for name in _in_all([run_ends for pair in pairs for run_ends in pair]):
+        for name in _common_names([run_ends for pair in pairs for run_ends in pair]):
             differences = [b[name] - a[name] for a, b in pairs]
             mean, half = statistics.fmean(differences), t_interval(differences)
             outcome = ("higher" if mean > 0 else "lower") if abs(mean) > half else "not told apart"
@@ -150,8 +147,11 @@ def _paired_tables(groups: Sequence[Sequence[RunData]]) -> str:
         )
         head = ("last tenth", "mean difference, 90 %", "")
         parts.append(f"<h3>{len(shared)} pairs of equal seeds: {escaped(names)}</h3>{table(head, rows)}")
-    caution = f"<p>One row in ten lies outside by chance alone: {_MANY}.</p>" if parts else ""
-    return "".join(parts) + caution
+    caution = (
+        "<p>One row in ten lies outside by chance alone: look at the metrics that were to be compared, not "
+        "at the most different ones.</p>"
+    )
+    return "".join([*parts, caution] if parts else [])
 
 
 def t_interval(values: Sequence[float]) -> float:
@@ -159,12 +159,12 @@ def t_interval(values: Sequence[float]) -> float:
     return _T_90[min(len(values) - 2, len(_T_90) - 1)] * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def first_parting(first: Series, second: Series) -> int | None:
-    """The first step from which on two runs differ; None: they do not part.
+def first_divergence(first: Series, second: Series) -> int | None:
+    """The first step from which on two runs differ; None: they do not diverge.
 
-    The difference is averaged over windows of a twentieth of the steps. They part at the first window whose
-    mean lies three standard errors from 0, if all later windows, two at least, lie on the same side and so
-    does the interval of the rest.
+    The difference is averaged over windows of a twentieth of the steps. Runs diverge at the first window
+    whose mean lies three standard errors from 0, if at least two windows follow, all of them have the same
+    sign, and so has the interval of the mean from that window on.
     """
     first_values, second_values = first.by_step(), second.by_step()
     steps = sorted(first_values.keys() & second_values.keys())
@@ -173,25 +173,27 @@ def first_parting(first: Series, second: Series) -> int | None:
     starts = range(0, len(steps) - width + 1, width)
     windows = [differences[start : start + width] for start in starts]
     means = [statistics.fmean(window) for window in windows]
-    same_side = len(means)
-    while same_side > 0 and means and means[same_side - 1] * means[-1] > 0:
-        same_side -= 1
-    for index in range(same_side, len(means) - 2):
+    first_same_sign = len(means)
+    while first_same_sign > 0 and means and means[first_same_sign - 1] * means[-1] > 0:
+        first_same_sign -= 1
+    for index in range(first_same_sign, len(means) - 2):
         if abs(means[index]) > 3 * statistics.stdev(windows[index]) / math.sqrt(width):
             interval = bootstrap_interval(differences[starts[index] :])
             return steps[starts[index]] if interval is not None and interval[0] * interval[1] > 0 else None
     return None
 
 
-def _partings(runs: Sequence[RunData]) -> str:
+def _divergence_table(runs: Sequence[RunData]) -> str:
     first = runs[0]
     rows = []
     for name in _COMPARED:
         cells = []
         for run in runs[1:]:
-            both = first.has(name) and run.has(name)
-            step = first_parting(first.get(name), run.get(name)) if both else None
-            cells.append("" if not both else "not" if step is None else f"from step {step}")
+            if not (first.has(name) and run.has(name)):
+                cells.append("")
+            else:
+                step = first_divergence(first.get(name), run.get(name))
+                cells.append("not" if step is None else f"from step {step}")
         if any(cells):
             rows.append((escaped(name), *cells))
     return table((f"against {escaped(first.name)}", *(escaped(run.name) for run in runs[1:])), rows)

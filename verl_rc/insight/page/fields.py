@@ -4,7 +4,7 @@ from verl_rc.insight.page.text import escaped, table
 from verl_rc.insight.run_folder import RunData
 from verl_rc.insight.run_folder.trainers.options import RECORDINGS, Recording
 
-_TELLS = {
+_USES = {
     "rollout_log_prob": "the gap of every token, nats",
     "old_log_prob": "the gap of every token, nats",
     "entropy": "another temperature, raw log-probs and filters, each told from the others, nats",
@@ -17,7 +17,7 @@ _TELLS = {
     "finished": "log-probs or masks that are shifted by a place",
     "weight": "importance weights of the update",
 }
-"""What a field of a token record tells."""
+"""What a field of a token record is needed for."""
 _UNKNOWN = Recording("token records (docs/token_record.md)", ())
 
 
@@ -34,7 +34,7 @@ def fields_panel(run: RunData) -> str:
             escaped(meaning),
             "" if is_there else _remedy(name, recording),
         )
-        for name, meaning in _TELLS.items()
+        for name, meaning in _USES.items()
         for is_there in [name in recorded]
     ]
     trainer = escaped(run.trainer or "its trainer")

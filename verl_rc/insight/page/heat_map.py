@@ -18,7 +18,7 @@ _THRESHOLD, _LEVEL = (
 
 
 def heat_map_data(heat_map: HeatMap, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What the script draws: cells by column from the lowest row up, edges, percentiles, and bounds of token
+    """The data of the script: cells by column, lowest row first; edges, percentiles and bounds of token
     weights."""
     largest = max((count for column in heat_map.counts for count in column), default=0.0)
     scale = 255 / math.log1p(largest) if largest > 0 else 0.0
@@ -33,17 +33,17 @@ def heat_map_data(heat_map: HeatMap, settings: Mapping[str, Any]) -> dict[str, A
         "cells": base64.b64encode(cells).decode("ascii"),
         "largest": largest,
         "percentiles": {
-            str(percent): packed(float(_row_at(column, percent)) for column in heat_map.counts)
+            str(percent): packed(float(_percentile_row(column, percent)) for column in heat_map.counts)
             for percent in _PERCENTS
         },
         "bounds": _bounds(settings),
     }
 
 
-def _row_at(column: Sequence[float], percent: float) -> int:
-    below = list(accumulate(column))
-    target = below[-1] * percent / 100
-    return next((row for row, count in enumerate(below) if count >= target and count > 0), 0)
+def _percentile_row(column: Sequence[float], percent: float) -> int:
+    cumulative = list(accumulate(column))
+    target = cumulative[-1] * percent / 100
+    return next((row for row, count in enumerate(cumulative) if count >= target and count > 0), 0)
 
 
 def _bounds(settings: Mapping[str, Any]) -> list[float]:

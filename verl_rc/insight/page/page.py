@@ -21,10 +21,10 @@ from verl_rc.insight.page.tables import (
     MOST_SAMPLES,
     alerts_panel,
     configuration_panel,
-    doctor_panel,
+    evidence_panel,
     metrics_panel,
-    reading_panel,
     samples_panel,
+    sources_panel,
     verdict_panel,
 )
 from verl_rc.insight.page.text import escaped, section
@@ -39,7 +39,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class _Detail:
-    """How much of everything."""
+    """How much of a run a page holds."""
 
     points: int = MOST_POINTS
     samples: int = MOST_SAMPLES
@@ -48,7 +48,7 @@ class _Detail:
     with_text: bool = True
 
 
-_LESS = (
+_DETAILS = (
     _Detail(),
     _Detail(samples=10, tokens=30_000),
     _Detail(samples=0, tokens=10_000),
@@ -69,19 +69,18 @@ def build_page(
         max_megabytes: samples and points of curves are left out until the page fits, where it can.
     """
     page = ""
-    for number, detail in enumerate(_LESS):
+    for number, detail in enumerate(_DETAILS):
         if not with_text:
             detail = replace(detail, samples=0, with_text=False)
-        left_out = (
-            [] if number == 0 else [f"To fit {max_megabytes:g} MB the page leaves out {_missing(detail)}."]
-        )
+        sentence = f"To fit {max_megabytes:g} MB the page leaves out {_left_out(detail)}."
+        left_out = [sentence] if number else []
         page = _build(runs, verdicts, detail, left_out)
         if len(page.encode("utf-8", "replace")) <= max_megabytes * _MIB:
             break
     return page
 
 
-def _missing(detail: _Detail) -> str:
+def _left_out(detail: _Detail) -> str:
     parts = ["samples" if detail.samples == 0 else f"all but {detail.samples} samples"]
     if detail.tokens < MOST_TOKENS:
         parts.append(
@@ -103,7 +102,8 @@ def _build(
     links = "".join(f'<a href="#{name}">{escaped(heading)}</a>' for name, heading, _ in panels)
     content = "".join(section(name, heading, text) for name, heading, text in panels)
     scripts = "".join(f"<script>{asset(name)}</script>" for name in _SCRIPTS)
-    sources = " ".join(f"'sha256-{_digest(asset(name))}'" for name in _SCRIPTS)
+    digests = (hashlib.sha256(asset(name).encode("utf-8")).digest() for name in _SCRIPTS)
+    sources = " ".join(f"'sha256-{base64.b64encode(digest).decode('ascii')}'" for digest in digests)
     policy = (
         f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
     )
@@ -128,24 +128,24 @@ def _panels(
     left_out: Sequence[str],
 ) -> list[tuple[str, str, str]]:
     """Id, heading and content, from the top."""
-    several = len(runs) > 1
-    panels = [("verdict", "Verdict", _each(runs, [verdict_panel(verdict) for verdict in verdicts]))]
-    if several:
+    is_comparison = len(runs) > 1
+    panels = [("verdict", "Verdict", _by_run(runs, [verdict_panel(verdict) for verdict in verdicts]))]
+    if is_comparison:
         panels.append(("comparison", "Comparison", comparison_panel(runs)))
     for name, (heading, specs) in PANELS.items():
         figures = "".join(data.figure(chart) for chart in charts_of(specs, runs))
-        if name == "correction" and not several:
+        if name == "correction" and not is_comparison:
             figures = data.heat_figure(runs[0]) + figures
         if figures or name not in ("environment", "ledger"):
             content = (
                 f'<div class="charts">{figures}</div>' if figures else "<p>Nothing was logged for this.</p>"
             )
             panels.append((name, heading, content))
-    evidence = [doctor_panel(run, verdict) for run, verdict in zip(runs, verdicts, strict=True)]
-    panels.append(("doctor", "Evidence", _each(runs, evidence)))
-    panels.append(("alerts", "Alerts", _each(runs, [alerts_panel(run) for run in runs])))
-    shows_text = detail.samples > 0 and not several and bool(runs[0].samples)
-    if not several:
+    evidence = [evidence_panel(run, verdict) for run, verdict in zip(runs, verdicts, strict=True)]
+    panels.append(("evidence", "Evidence", _by_run(runs, evidence)))
+    panels.append(("alerts", "Alerts", _by_run(runs, [alerts_panel(run) for run in runs])))
+    shows_text = detail.samples > 0 and not is_comparison and bool(runs[0].samples)
+    if not is_comparison:
         content, data.tokens = tokens_panel(runs[0], detail.with_text, detail.tokens)
         shows_text = shows_text or bool(detail.with_text and runs[0].tokens and runs[0].tokens.pieces)
         panels.append(("tokens", "Tokens", content))
@@ -161,15 +161,15 @@ def _panels(
         if runs[0].is_own or runs[0].settings:
             panels.append(("configuration", "Configuration", configuration_panel(runs[0])))
     if detail.metrics:
-        panels.append(("metrics", "All metrics", _each(runs, [metrics_panel(run) for run in runs])))
+        panels.append(("metrics", "All metrics", _by_run(runs, [metrics_panel(run) for run in runs])))
     panels.append(
-        ("read", "What was read", _each(runs, [reading_panel(run, shows_text, left_out) for run in runs]))
+        ("sources", "Sources", _by_run(runs, [sources_panel(run, shows_text, left_out) for run in runs]))
     )
     return panels
 
 
-def _each(runs: Sequence[RunData], contents: Sequence[str]) -> str:
-    """The contents below each other, with names where there are several runs."""
+def _by_run(runs: Sequence[RunData], contents: Sequence[str]) -> str:
+    """The contents of the runs below each other, with the names of the runs where there are several."""
     if len(runs) == 1:
         return contents[0]
     return "".join(
@@ -188,11 +188,11 @@ class _PageData:
         self.tokens: dict[str, Any] | None = None
 
     def figure(self, chart: Chart) -> str:
-        """Take a chart's numbers; returns its place on the page."""
+        """Add the numbers of a chart; returns its figure on the page."""
         curves = [curve_of(line.series, line.low, line.high, self._points) for line in chart.lines]
-        several = len({line.run for line in chart.lines}) > 1
+        is_comparison = len({line.run for line in chart.lines}) > 1
         lines = [
-            self._line(line.label, curve) | ({"run": line.run, "part": line.part} if several else {})
+            self._line(line.label, curve) | ({"run": line.run, "part": line.part} if is_comparison else {})
             for line, curve in zip(chart.lines, curves, strict=True)
         ]
         number = len(self._charts)
@@ -207,7 +207,8 @@ class _PageData:
         )
 
     def heat_figure(self, run: RunData) -> str:
-        """The heat map of log-ratios, or which key records it; other trainers have none."""
+        """Add the heat map of log-ratios; returns its figure, or the key that records histograms; empty for
+        other trainers."""
         if run.heat_map is None:
             if not run.is_own:
                 return ""
@@ -222,7 +223,7 @@ class _PageData:
         )
 
     def as_json(self, runs: Sequence[RunData]) -> dict[str, Any]:
-        """Everything for the script."""
+        """The data of the script."""
         alerts = [[alert.step, alert.title] for run in runs for alert in run.alerts[-1_000:]]
         numbers = {"steps": list(self._steps), "charts": self._charts, "heat": self._heat}
         return {**numbers, "alerts": alerts, "tokens": self.tokens}
@@ -249,7 +250,3 @@ def as_script(data: Any) -> str:
 def asset(name: str) -> str:
     """A file that is part of every page."""
     return resources.files("verl_rc.insight.page").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _digest(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")

@@ -38,7 +38,7 @@ def sparkline(curves: Sequence[Curve]) -> str:
 
 
 def _unbroken(curve: Curve) -> Iterator[list[tuple[float, float]]]:
-    """Runs of finite points, thinned out."""
+    """Sequences of neighbouring finite points, thinned out."""
     step = max(1, math.ceil(len(curve.x) / _MOST_POINTS))
     points = list(zip(curve.x, curve.y, strict=True))[::step]
     for is_drawn, part in groupby(points, lambda point: is_usable(point[1])):

@@ -24,7 +24,7 @@ _ABSENT = "(absent)"
 
 
 def verdict_panel(verdict: Verdict) -> str:
-    """The first thing on the page."""
+    """Headline, statements and what to do first."""
     items = "".join(_statement(statement) for statement in verdict.statements)
     overrides = escaped("\n".join(verdict.do_first))
     first = f"<h3>Do this first</h3><pre>{overrides}</pre>" if overrides else ""
@@ -42,7 +42,7 @@ def _statement(statement: Statement) -> str:
     )
 
 
-def doctor_panel(run: RunData, verdict: Verdict) -> str:
+def evidence_panel(run: RunData, verdict: Verdict) -> str:
     """The statements with their numbers, replays if any were made, and what the rules looked at."""
     rows = [
         (
@@ -55,12 +55,12 @@ def doctor_panel(run: RunData, verdict: Verdict) -> str:
         )
         for statement in verdict.statements
     ]
-    evidence = table(("about", "cause", "how sure", "numbers", "where", "next test"), rows)
-    looked = "<p>The rules for the gap looked at:</p>" + listed(verdict.checked)
+    evidence = table(("topic", "cause", "confidence", "evidence", "steps", "next test"), rows)
+    checked = "<p>The rules for the gap have checked:</p>" + listed(verdict.checked)
     if verdict.unasked:
-        looked += "<p>They could not ask:</p>" + listed(verdict.unasked)
-    unseen = f"<p>What metrics alone cannot show: {escaped(verdict.not_visible)}.</p>"
-    return f"{evidence}{looked}{unseen}{_replays(run)}"
+        checked += "<p>They could not check:</p>" + listed(verdict.unasked)
+    invisible = f"<p>What metrics alone cannot show: {escaped(verdict.not_visible)}.</p>"
+    return f"{evidence}{checked}{invisible}{_replays(run)}"
 
 
 _PARTS = {
@@ -69,7 +69,7 @@ _PARTS = {
     "engine": "engine",
     "precision": "precision",
     "decode": "token by token",
-    "rest": "rest",
+    "rest": "residual",
 }
 """Parts of the gap that replays find, with their headings."""
 
@@ -95,7 +95,7 @@ def _replays(run: RunData) -> str:
         )
         for record in records
     ]
-    head = ("step", "weights said", "gap, nats", *(_PARTS[name] for name in names), "nearest weights")
+    head = ("step", "reported weights", "gap, nats", *(_PARTS[name] for name in names), "nearest weights")
     return (
         "<h3>Replays</h3><p>The gap as a sum of parts, nats, with shares of its "
         f"variance.</p>{table(head, rows)}"
@@ -132,12 +132,12 @@ def _evidence(numbers: Mapping[str, float]) -> str:
 
 
 def samples_panel(run: RunData, most: int = MOST_SAMPLES) -> str:
-    """Samples of the last step that has any, worst and best first, and the same prompts before."""
+    """Samples of the last step that has any, worst and best first, and the same prompts at the first."""
     if not run.samples:
         return (
             "<p>No samples were recorded; trainer.log_val_generations=8 records some of every validation.</p>"
         )
-    samples = chosen_samples(run.samples, most)
+    samples = select_samples(run.samples, most)
     columns = list(dict.fromkeys(name for sample in samples for name in sample.cells))
     rows = [
         (str(sample.step), *(f"<bdi>{shortened(sample.cells.get(name, ''))}</bdi>" for name in columns))
@@ -186,8 +186,9 @@ def _answer(sample: SavedSample) -> tuple[Any, Any]:
     return sample.cells["output"], sample.cells.get("score", "")
 
 
-def chosen_samples(samples: Sequence[SavedSample], most: int) -> list[SavedSample]:
-    """Two thirds of the newest step, from both ends of the scores; the rest of the first step."""
+def select_samples(samples: Sequence[SavedSample], most: int) -> list[SavedSample]:
+    """Two thirds of ``most`` from the newest step, from both ends of the scores; the others from the first
+    step."""
     newest, oldest = samples[-1].step, samples[0].step
     newest_samples = _from_both_ends([sample for sample in samples if sample.step == newest])
     oldest_samples = [sample for sample in samples if sample.step == oldest] if oldest != newest else []
@@ -248,25 +249,25 @@ def metrics_panel(run: RunData) -> str:
 
 
 def configuration_panel(run: RunData) -> str:
-    """Keys that differ from the defaults, all keys, and the plan."""
+    """Keys that differ from their defaults, all keys, and the plan."""
     if not run.settings:
         return "<p>The configuration is not known; a run of verl_rc writes resolved_config.yaml.</p>"
-    usual = {key: field.default for key, field in fields_of(RunConfig).items() if not field.is_required()}
+    defaults = {key: field.default for key, field in fields_of(RunConfig).items() if not field.is_required()}
     settings = [
-        (key, value) for key, value in run.settings.items() if key not in usual or usual[key] != value
+        (key, value) for key, value in run.settings.items() if key not in defaults or defaults[key] != value
     ]
     rows = [
-        (escaped(key), shortened(value, 300), shortened(usual.get(key, "required"), 300))
+        (escaped(key), shortened(value, 300), shortened(defaults.get(key, "required"), 300))
         for key, value in settings
     ]
-    own_table = table(("key", "value", "default"), rows)
-    every = [
+    all_rows = [
         (escaped(key), shortened(value, 300)) for key, value in list(run.settings.items())[:_MOST_SETTINGS]
     ]
     plan = f"<details><summary>plan.txt</summary><pre>{escaped(run.plan)}</pre></details>" if run.plan else ""
     return (
-        f"<p>{len(settings)} of {len(run.settings):,} keys differ from their defaults.</p>{own_table}"
-        f"<details><summary>all keys</summary>{table(('key', 'value'), every)}</details>{plan}"
+        f"<p>{len(settings)} of {len(run.settings):,} keys differ from their defaults.</p>"
+        f"{table(('key', 'value', 'default'), rows)}"
+        f"<details><summary>all keys</summary>{table(('key', 'value'), all_rows)}</details>{plan}"
     )
 
 
@@ -283,8 +284,8 @@ def differing_settings(runs: Sequence[RunData]) -> str:
     return table(("key", *(escaped(run.name) for run in runs)), rows)
 
 
-def reading_panel(run: RunData, has_text: bool, left_out: Sequence[str]) -> str:
-    """Say where the numbers come from, and whether the page may be shown to others."""
+def sources_panel(run: RunData, has_text: bool, left_out: Sequence[str]) -> str:
+    """Notes of the readers, what the page leaves out, and whether it holds texts of prompts and responses."""
     text = (
         "This page holds texts of prompts and responses."
         if has_text

@@ -25,15 +25,15 @@ _POLICY, _KEPT, _CUT = 1, 2, 4
 _BAR_WIDTH = 160.0
 _MOST_TURNS = 20
 _TURN_COLUMNS = {"tokens": "response_mask", "rewards": "turn_reward", "waits": "turn_wait"}
-_BELOW = 'what <a href="#fields">would record them</a> stands below'
-"""Said of other trainers, whose panel of fields names their options."""
+_REMEDY_BELOW = 'what <a href="#fields">would record them</a> stands below'
+"""For other trainers, whose panel of fields names their options."""
 
 
 def tokens_panel(run: RunData, with_text: bool, most_tokens: int) -> tuple[str, dict[str, Any] | None]:
     """The panel and the data of its script; without records, the key that makes a run write them."""
     data = run.tokens
     if data is None:
-        advice = "trainer.token_records.enable=True writes them" if run.is_own else _BELOW
+        advice = "trainer.token_records.enable=True writes them" if run.is_own else _REMEDY_BELOW
         return f'<p class="missing">No token records were found: {advice}.</p>', None
     has_ids = any("response_ids" in row.tokens for row in data.rows)
     visible = replace(data, pieces=data.pieces if with_text and has_ids else {})
@@ -49,18 +49,16 @@ def tokens_panel(run: RunData, with_text: bool, most_tokens: int) -> tuple[str, 
             "where the actor corrects (bypass mode, proximal=interpolate) there are none; "
             "algorithm.rollout_correction.bypass_mode=False has them"
             if run.is_own
-            else _BELOW
+            else _REMEDY_BELOW
         )
         parts.append(
             '<p class="missing">The trainer\'s log-probs before the update are not in the records: '
             f"{reason}.</p>"
         )
     if not visible.pieces:
-        not_recorded = "was not recorded" + (
-            " (trainer.token_records.contents=full does)" if run.is_own else ""
-        )
-        why = not_recorded if with_text else "is left out of this page"
-        parts.append(f"<p>The text of tokens {why}; a box stands for a token.</p>")
+        key = " (trainer.token_records.contents=full records it)" if run.is_own else ""
+        reason = f"was not recorded{key}" if with_text else "is left out of this page"
+        parts.append(f"<p>The text of tokens {reason}; a box stands for a token.</p>")
     parts.append(
         '<div id="token-view"></div>' if rows else "<p>Rows of tokens are left out of this page.</p>"
     )
@@ -71,14 +69,14 @@ def tokens_panel(run: RunData, with_text: bool, most_tokens: int) -> tuple[str, 
 
 
 def rows_that_fit(rows: Sequence[TokenRow], most_tokens: int) -> list[TokenRow]:
-    """The first rows that have at most so many tokens together."""
-    rows_kept, budget = [], most_tokens
+    """The first rows that together have at most ``most_tokens`` tokens, prompts included."""
+    fitting, budget = [], most_tokens
     for row in rows:
         budget -= len(row.tokens["response_mask"]) + (0 if row.prompt is None else len(row.prompt))
         if budget < 0:
             break
-        rows_kept.append(row)
-    return rows_kept
+        fitting.append(row)
+    return fitting
 
 
 def _turns(row: TokenRow) -> dict[str, list[float]]:
@@ -96,17 +94,19 @@ def _turns(row: TokenRow) -> dict[str, list[float]]:
 
 
 def _turns_table(data: TokenData) -> str:
-    """What the turns of the newest record were rewarded for, by their number; empty where no environment
-    answered."""
+    """Mean tokens, reward and wait of the turns of the newest record, by their number; empty where no reward
+    of a turn was recorded."""
     turns = [_turns(row) for row in data.rows if row.step == data.steps[-1]]
-    if not any("rewards" in one for one in turns):
+    if not any("rewards" in row_turns for row_turns in turns):
         return ""
     rows = []
-    for place in range(min(_MOST_TURNS, max(len(one["tokens"]) for one in turns))):
-        there = [one for one in turns if len(one["tokens"]) > place]
-        columns = [[one[name][place] for one in there if name in one] for name in _TURN_COLUMNS]
+    for turn in range(min(_MOST_TURNS, max(len(row_turns["tokens"]) for row_turns in turns))):
+        longer = [row_turns for row_turns in turns if len(row_turns["tokens"]) > turn]
+        columns = [
+            [row_turns[name][turn] for row_turns in longer if name in row_turns] for name in _TURN_COLUMNS
+        ]
         means = [number(float(np.mean(column))) if column else "" for column in columns]
-        rows.append((str(place + 1), str(len(there)), *means))
+        rows.append((str(turn + 1), str(len(longer)), *means))
     head = ("turn", "rows that have it", "mean tokens", "mean reward", "mean wait, s")
     return f"<h3>Turns of the rows of step {data.steps[-1]}</h3>{table(head, rows, 'samples')}"
 
@@ -132,7 +132,7 @@ def _worst_table(data: TokenData) -> str:
         "row",
         "position",
         "token",
-        "kind",
+        "class",
         "log-prob of the engine",
         "of the trainer",
         "log-ratio",
@@ -225,8 +225,8 @@ def _row_data(row: TokenRow, places: dict[int, int]) -> dict[str, Any]:
         **{name: row.cells[name] for name in ("row", "group", "chosen_by")},
         "finished": row.cells.get("finished"),
         "source": str(row.cells["source"]),
-        "score": _number(float(row.cells.get("score", math.nan))),
-        "gap": _number(row.squares),
+        "score": _finite_or_text(float(row.cells.get("score", math.nan))),
+        "gap": _finite_or_text(row.squares),
         "length": len(mask),
         "ids": _ids(tokens.get("response_ids"), places),
         "prompt": _ids(row.prompt, places),
@@ -234,16 +234,16 @@ def _row_data(row: TokenRow, places: dict[int, int]) -> dict[str, Any]:
         "flags": _bytes(flags.astype("uint8")),
         "rollout": packed(tokens["rollout_log_prob"].tolist()),
         "train": packed(tokens["old_log_prob"].tolist()) if "old_log_prob" in tokens else None,
-        "turns": {name: [_number(value) for value in values] for name, values in _turns(row).items()},
+        "turns": {name: [_finite_or_text(value) for value in values] for name, values in _turns(row).items()},
     }
-    small = {
+    columns = {
         "weight": weight,
         "advantage": tokens.get("advantage"),
         "entropy": tokens.get("entropy"),
         "noise": noise_scale(tokens),
         "age": tokens.get("age"),
     }
-    return data | {name: _small(values, mask) for name, values in small.items() if values is not None}
+    return data | {name: _compact(values, mask) for name, values in columns.items() if values is not None}
 
 
 def _is_cut(weight: Array, mask: Array, row: TokenRow) -> Array:
@@ -257,7 +257,7 @@ def _is_cut(weight: Array, mask: Array, row: TokenRow) -> Array:
     return cut
 
 
-def _number(value: float) -> float | str:
+def _finite_or_text(value: float) -> float | str:
     return value if np.isfinite(value) else str(value)
 
 
@@ -267,8 +267,8 @@ def _ids(ids: Array | None, places: dict[int, int]) -> str | None:
     return _bytes(np.array([places.get(token, _UNKNOWN) for token in ids.tolist()], "<u2"))
 
 
-def _small(values: Array, mask: Array) -> float | str | None:
-    """One number where all sampled tokens have the same, else base64 of float16."""
+def _compact(values: Array, mask: Array) -> float | str | None:
+    """One number where all sampled tokens have the same value, else base64 of float16."""
     sampled = values[mask].astype("float64")
     if not len(sampled):
         return None

@@ -32,7 +32,7 @@ def half_ess_length(run: RunData) -> Series:
 
 
 def _level(run: RunData) -> str:
-    return str(run.settings[f"{_SECTION}.rollout_is"]) if f"{_SECTION}.rollout_is" in run.settings else ""
+    return str(run.settings.get(f"{_SECTION}.rollout_is", ""))
 
 
 def _low_ess(run: RunData) -> list[Statement]:

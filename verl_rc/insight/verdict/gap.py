@@ -416,7 +416,7 @@ def _beyond_rounding(run: RunData) -> list[Statement]:
     sizes, bounds = zip(*(pairs[step] for step in pairs if first <= step <= last), strict=True)
     evidence = {"gap": statistics.median(sizes), "count": beyond.count, "steps": len(gap)}
     evidence |= {"largest": statistics.median(bounds), "age": _oldest(run)}
-    age = "; tokens are up to {age:.0f} updates old, which may be it" if evidence["age"] > 0 else ""
+    age = "; tokens are up to {age:.0f} steps old, which may be it" if evidence["age"] > 0 else ""
     return [
         cause_statement(
             table.BEYOND_ROUNDING,

@@ -32,8 +32,7 @@ def token_count(run: RunData) -> Series:
 def missing_mass(run: RunData) -> Series:
     """Return by step k1 - k3, which is 1 less the mean ratio: 0 in expectation if the tokens come from what
     was reported."""
-    k3 = run.get(K3).by_step()
-    k1 = run.get(K1).by_step()
+    k1, k3 = run.get(K1).by_step(), run.get(K3).by_step()
     return Series.from_steps({step: value - k3[step] for step, value in k1.items() if step in k3})
 
 

@@ -36,11 +36,10 @@ def parts_of(chain: Sequence[tuple[str, Array]], rollout: Array) -> dict[str, Pa
 
 
 def _part(values: Array, gap: Array) -> Part:
-    if not len(gap):
-        return Part(0.0, 0.0)
-    variance = float(gap.var())
+    if not len(gap) or not gap.var():
+        return Part(rms(values), 0.0)
     covariance = float(np.mean((values - values.mean()) * (gap - gap.mean())))
-    return Part(rms(values), covariance / variance if variance else 0.0)
+    return Part(rms(values), covariance / float(gap.var()))
 
 
 def rms(values: Array) -> float:

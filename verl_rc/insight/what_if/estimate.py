@@ -267,8 +267,8 @@ def _columns(
     }
 
 
-def _share(part: Tensor, whole: Tensor) -> Tensor:
-    return torch.where(whole > 0, part / whole.clamp_min(1e-300), 0.0)
+def _share(part: Tensor, total: Tensor) -> Tensor:
+    return torch.where(total > 0, part / total.clamp_min(1e-300), 0.0)
 
 
 def _effective_share(total: Tensor, squares: Tensor, count: Tensor) -> Tensor:
@@ -288,7 +288,7 @@ _FORMULAS: Mapping[str, Callable[..., Tensor]] = {
     "rejected_correct": _share,
     "rejected_long": _share,
     "rejected_negative": _share,
-    "norm": lambda part, whole: _share(part, whole).sqrt(),
+    "norm": lambda part, total: _share(part, total).sqrt(),
     "cosine": _cosine,
     "cosine_to_reference": _cosine,
 }

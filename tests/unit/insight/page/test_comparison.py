@@ -9,7 +9,7 @@ from planted_series import STEPS, planted, wave
 
 from verl_rc.insight.page import build_page
 from verl_rc.insight.page.charts import PANELS, charts_of
-from verl_rc.insight.page.comparison import comparison_panel, first_parting, t_interval
+from verl_rc.insight.page.comparison import comparison_panel, first_divergence, t_interval
 from verl_rc.insight.run_folder import Series
 from verl_rc.insight.verdict import judge
 
@@ -34,7 +34,7 @@ def test_the_step_at_which_two_runs_part(parts_at):
     chance = random.Random(5)
     one = [chance.gauss(0, 0.1) for _ in range(200)]
     other = [chance.gauss(0, 0.1) + (0.5 if step + 1 >= parts_at else 0.0) for step in range(200)]
-    found = first_parting(series(one), series(other))
+    found = first_divergence(series(one), series(other))
     assert found is not None
     assert abs(found - parts_at) <= 10  # the width of a window
 
@@ -42,9 +42,9 @@ def test_the_step_at_which_two_runs_part(parts_at):
 def test_runs_that_do_not_part():
     chance = random.Random(5)
     noise = [[series([chance.gauss(0, 1) for _ in range(100)]) for _ in range(2)] for _ in range(300)]
-    assert sum(first_parting(*pair) is not None for pair in noise) <= 3
-    assert first_parting(series([1.0] * 50), series([1.0] * 50)) is None
-    assert first_parting(series([1.0]), series([2.0])) is None
+    assert sum(first_divergence(*pair) is not None for pair in noise) <= 3
+    assert first_divergence(series([1.0] * 50), series([1.0] * 50)) is None
+    assert first_divergence(series([1.0]), series([2.0])) is None
 
 
 def test_seeds_of_one_configuration_are_put_together_and_other_runs_not():

@@ -23,7 +23,7 @@ from verl_rc.insight.page.charts import PANELS
 from verl_rc.insight.page.encode import curve_of, packed
 from verl_rc.insight.page.heat_map import heat_map_data
 from verl_rc.insight.page.page import as_script
-from verl_rc.insight.page.tables import alerts_panel, chosen_samples
+from verl_rc.insight.page.tables import alerts_panel, select_samples
 from verl_rc.insight.page.text import escaped, number
 from verl_rc.insight.run_folder import Alert, HeatMap, Part, ReplayedRecord, SavedSample, Series, read_run
 from verl_rc.insight.verdict import judge
@@ -328,7 +328,7 @@ def test_samples_of_the_newest_step_from_both_ends():
     samples = [SavedSample(1, {"score": 0.0})] * 3 + [
         SavedSample(9, {"score": float(score)}) for score in range(6)
     ]
-    chosen = chosen_samples(samples, 6)
+    chosen = select_samples(samples, 6)
     assert [(sample.step, sample.cells["score"]) for sample in chosen] == [
         (9, 0),
         (9, 5),

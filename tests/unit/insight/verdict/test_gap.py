@@ -437,7 +437,7 @@ def test_row_20_a_mean_gap_of_old_samples_is_a_notice_that_names_their_age():
     gap = {"sync/rollout_gap_mean": [0.3] * STEPS, "async/token_age/mean": [1.0] * STEPS}
     found = only(judge_gap(planted(gap, PRECISIONS[0][0])))
     assert (found.cause, found.level) == (BEYOND_ROUNDING.name, "notice")
-    assert "up to 1 updates old" in found.text
+    assert "up to 1 steps old" in found.text
     assert only(judge_gap(planted(gap, {f"{ROLLOUT}.dtype": "auto"}))).row == 11
 
 

@@ -66,10 +66,10 @@ const COLOURINGS = {
   "log-ratio": [logRatio, 0.5, "orange: likelier for the trainer than for the engine; blue: less likely; full at 0.5 nats"],
   "log-ratio over expected noise": [overNoise, 6, "in multiples of what rounding gives such a token; full at 6: a wrong token, not a rare one"],
   "weight": [(n, i) => (n.weight === null ? null : at(n.weight, i) - 1), 1, "importance weight less 1; orange above, blue below"],
-  "what happened": [(n, i) => (n.flags[i] & KEPT ? (n.flags[i] & CUT ? 1 : 0) : -1), 1, "struck out and blue: rejected; orange: weight cut at the threshold"],
+  "what happened": [(n, i) => (n.flags[i] & KEPT ? (n.flags[i] & CUT ? 1 : 0) : -1), 1, "struck out and blue: rejected; orange: weight truncated, or 0 by a band"],
   "advantage": [(n, i) => at(n.advantage, i), 2, "orange: to be made likelier; blue: less likely; full at 2"],
   "entropy": [(n, i) => at(n.entropy, i), 3, "of the trainer's distribution; full at 3 nats"],
-  "age": [(n, i) => at(n.age, i), 4, "updates since the weights that sampled it; full at 4"],
+  "age": [(n, i) => at(n.age, i), 4, "steps of training between the weights that sampled it and those that train on it; full at 4"],
   "probability": [(n, i) => 1 - Math.exp((n.train || n.rollout)[i]), 1, "the stronger, the less likely"],
 };
 
@@ -254,7 +254,7 @@ function say() {
   else {
     words.push(`log-prob of the engine ${shown(n.rollout[i])}, of the trainer ${shown(n.train && n.train[i])}`);
     words.push(`log-ratio ${shown(logRatio(n, i))}`, `over expected noise ${shown(overNoise(n, i))}`);
-    words.push(`weight ${shown(at(n.weight, i))}${n.flags[i] & CUT ? " (cut)" : ""}`, n.flags[i] & KEPT ? "kept" : "rejected");
+    words.push(`weight ${shown(at(n.weight, i))}${n.flags[i] & CUT ? " (truncated)" : ""}`, n.flags[i] & KEPT ? "kept" : "rejected");
     words.push(`advantage ${shown(at(n.advantage, i))}`, `entropy ${shown(at(n.entropy, i))}`, `age ${shown(at(n.age, i))}`);
     const { tokens, rewards, waits } = row.turns, turn = turnOf(row, i);
     if (tokens.length > 1) words.push(`turn ${turn + 1} of ${tokens.length}`);
