@@ -193,9 +193,9 @@ def _compared(
     rewards = zero_nonfinite_outside(inputs.token_level_rewards, mask).double()
     per_turn = rewards.new_zeros((len(mask), most))
     to_go = per_turn.scatter_add(-1, turns, rewards).flip(-1).cumsum(dim=-1).flip(-1)
-    taken = per_turn.scatter_add(-1, turns, mask.double()) > 0
+    has_tokens = per_turn.scatter_add(-1, turns, mask.double()) > 0
     members = groups.group_of_row[:, None] * most + torch.arange(most, device=mask.device)
-    by_turn = Groups(members.flatten(), taken.flatten(), groups.num_groups * most)
+    by_turn = Groups(members.flatten(), has_tokens.flatten(), groups.num_groups * most)
     credits = compare(by_turn, to_go.flatten()).where(by_turn.sizes(torch.float64) > 1, 0).view(-1, most)
     advantages = torch.where(mask, credits.gather(-1, turns).to(inputs.token_level_rewards.dtype), 0)
     return advantages, advantages

@@ -110,15 +110,15 @@ class Rows:
         probabilities = problem.responses.probabilities(rollout)
         sampled = probabilities.nonzero().flatten()
         numbers = sampled.repeat_interleave(GROUP)
-        others = torch.arange(GROUP).repeat(len(sampled))
+        right_others = torch.arange(GROUP).repeat(len(sampled))
         responses, scores = problem.responses.take(numbers), problem.scores[numbers]
         right = float(probabilities @ problem.scores)
-        advantages = _advantages()[scores.long(), others]
+        advantages = _advantages()[scores.long(), right_others]
         return cls(
             responses,
             scores,
-            others,
-            probabilities[numbers] * _binomial(GROUP - 1, right)[others],
+            right_others,
+            probabilities[numbers] * _binomial(GROUP - 1, right)[right_others],
             responses.log_probs(rollout),
             advantages[:, None].expand(responses.mask.shape).where(responses.mask, 0.0),
         )
@@ -134,7 +134,7 @@ class Rows:
         rows = torch.searchsorted(self.weights.cumsum(dim=0), places)
         return self.take(rows.clamp_max(len(self.weights) - 1))
 
-    def of_ranks(self, ranks: int) -> list[Tensor]:
+    def split_over_ranks(self, ranks: int) -> list[Tensor]:
         """Numbers of the rows of each rank: other responses on each, so that their means differ, too."""
         return [*torch.arange(len(self.weights)).chunk(ranks)]
 
@@ -161,7 +161,7 @@ def _advantages() -> Tensor:
 
 
 @dataclass(frozen=True)
-class Known:
+class MiniBatchContext:
     """What a method knows of the whole mini-batch before its first micro-batch."""
 
     aggregation: Aggregation
@@ -176,29 +176,29 @@ def coefficients(method: Method, rows: Rows, logits: Tensor, ranks: int) -> Tens
 
     Raises ``ValueError`` where one is not finite.
     """
-    known = _known(method, rows, logits, ranks)
-    found = torch.empty(rows.advantages.shape, dtype=torch.float64)
-    for numbers in rows.of_ranks(ranks):
+    context = _mini_batch_context(method, rows, logits, ranks)
+    ascent = torch.empty(rows.advantages.shape, dtype=torch.float64)
+    for numbers in rows.split_over_ranks(ranks):
         part = rows.take(numbers)
-        found[numbers] = _part_coefficients(method, part, part.responses.log_probs(logits), known)
-    if not bool(found.isfinite().all()):
-        tokens = rows.responses.tokens[~found.isfinite().all(dim=-1)][0]
+        ascent[numbers] = _part_coefficients(method, part, part.responses.log_probs(logits), context)
+    if not bool(ascent.isfinite().all()):
+        tokens = rows.responses.tokens[~ascent.isfinite().all(dim=-1)][0]
         raise ValueError(
             f"{method.name} must weigh every response by finite numbers; it does not for the tokens "
             f"{tokens.tolist()}"
         )
-    return found
+    return ascent
 
 
-def _known(method: Method, rows: Rows, logits: Tensor, ranks: int) -> Known:
+def _mini_batch_context(method: Method, rows: Rows, logits: Tensor, ranks: int) -> MiniBatchContext:
     tokens = float(rows.weights @ rows.responses.mask.sum(dim=-1).double())
     width = float(rows.responses.mask.shape[1])
-    known = Known(Aggregation("seq-mean-token-sum", tokens, 1.0, width), None, None)
+    context = MiniBatchContext(Aggregation("seq-mean-token-sum", tokens, 1.0, width), None, None)
     reads_mini_batch = method.loss in POLICY_LOSSES and POLICY_LOSSES[method.loss].reads_mini_batch
     if not reads_mini_batch and not needs_statistics_first(method.correction):
-        return known
+        return context
     mini_batch = rows.mini_batch()
-    parts = [mini_batch.take(numbers) for numbers in mini_batch.of_ranks(ranks)]
+    parts = [mini_batch.take(numbers) for numbers in mini_batch.split_over_ranks(ranks)]
     if needs_statistics_first(method.correction):
         statistics = reduce(
             CorrectionStatistics.merge,
@@ -213,21 +213,21 @@ def _known(method: Method, rows: Rows, logits: Tensor, ranks: int) -> Known:
                 for part in parts
             ],
         )
-        known = replace(known, correction=statistics)
+        context = replace(context, correction=statistics)
         if method.correction.rejection_denominator == "kept":
             kept = statistics.numbers().totals.unreported
             tokens, sequences = (
                 float(kept[name].total) / MINI_BATCH_ROWS for name in ("kept_tokens", "kept_rows")
             )
-            aggregation = replace(known.aggregation, num_tokens=tokens, num_sequences=sequences)
-            known = replace(known, aggregation=aggregation)
+            aggregation = replace(context.aggregation, num_tokens=tokens, num_sequences=sequences)
+            context = replace(context, aggregation=aggregation)
     if reads_mini_batch:
-        inputs = [_loss_inputs(method, part, part.responses.log_probs(logits), known) for part in parts]
-        known = replace(known, mini_batch=mini_batch_statistics(method.loss, inputs))
-    return known
+        inputs = [_loss_inputs(method, part, part.responses.log_probs(logits), context) for part in parts]
+        context = replace(context, mini_batch=mini_batch_statistics(method.loss, inputs))
+    return context
 
 
-def _loss_inputs(method: Method, rows: Rows, train: Tensor, known: Known) -> PolicyLossInputs:
+def _loss_inputs(method: Method, rows: Rows, train: Tensor, context: MiniBatchContext) -> PolicyLossInputs:
     """The inputs of the loss, as the actor makes them."""
     config = method.correction.model_copy(update={"diagnostics": "core"})
     mask = rows.responses.mask
@@ -237,7 +237,7 @@ def _loss_inputs(method: Method, rows: Rows, train: Tensor, known: Known) -> Pol
         mask,
         config,
         SequenceContext(advantages=rows.advantages),
-        known.correction,
+        context.correction,
     )
     weights, keep = result.weights if config.applies_weights else None, result.keep_mask
     if method.weight is not None:
@@ -261,13 +261,13 @@ def _loss_inputs(method: Method, rows: Rows, train: Tensor, known: Known) -> Pol
             denominator_mask=mask & keep if config.rejection_denominator == "kept" else mask,
             rollout_is_weights=weights,
             parameters=read_loss_options(method.options),
-            aggregation=known.aggregation,
+            aggregation=context.aggregation,
         )
     )
 
 
-def _part_coefficients(method: Method, rows: Rows, train: Tensor, known: Known) -> Tensor:
-    inputs = _loss_inputs(method, rows, train, known)
+def _part_coefficients(method: Method, rows: Rows, train: Tensor, context: MiniBatchContext) -> Tensor:
+    inputs = _loss_inputs(method, rows, train, context)
     log_probs = train.clone().requires_grad_()
     loss, _ = compute_policy_loss(
         method.loss,
@@ -279,8 +279,8 @@ def _part_coefficients(method: Method, rows: Rows, train: Tensor, known: Known) 
         denominator_mask=inputs.denominator_mask,
         rollout_is_weights=inputs.rollout_is_weights,
         config=inputs.parameters,
-        aggregation=known.aggregation,
-        mini_batch_statistics=known.mini_batch,
+        aggregation=context.aggregation,
+        mini_batch_statistics=context.mini_batch,
     )
     if not loss.requires_grad:
         return torch.zeros_like(train)
@@ -314,20 +314,20 @@ class Update:
         """Trace of the covariance of one prompt's update, the mean over its ``GROUP`` responses."""
         # E|u_i|^2 and E u_i u_j of responses i and j. Given how many of the others are right, i and j are
         # independent but for each other's scores.
-        rows, others = self.rows, _binomial(GROUP - 1, self.right)
+        rows, chances = self.rows, _binomial(GROUP - 1, self.right)
         by_group = [
             [
                 self.add_up(rows.weights * (rows.scores == score) * (rows.right_others == count))
-                / others[count].clamp_min(SMALLEST_CHANCE)
+                / chances[count].clamp_min(SMALLEST_CHANCE)
                 for count in range(GROUP)
             ]
             for score in (0.0, 1.0)
         ]
         product = sum(
-            float(chance * (by_group[own][count + other] * by_group[other][count + own]).sum())
+            float(chance * (by_group[first][count + second] * by_group[second][count + first]).sum())
             for count, chance in enumerate(_binomial(GROUP - 2, self.right))
-            for own in (0, 1)
-            for other in (0, 1)
+            for first in (0, 1)
+            for second in (0, 1)
         )
         squares = (self.coefficients.square() * rows.responses.gradient_squares(self.logits)).sum(dim=-1)
         second = (float(rows.weights @ squares) + (GROUP - 1) * product) / GROUP
@@ -368,25 +368,25 @@ def examine(
     for problem in among:
         logits = problem.logits
         rollout = condition.engine(problem.policies[-1 - condition.age])
-        found = update(method, problem, rollout, logits)
+        estimate = update(method, problem, rollout, logits)
         if with_ranks:
             divided = update(method, problem, rollout, logits, ranks=2).coefficients
-            difference, length = (divided - found.coefficients).norm(), found.coefficients.norm()
+            difference, length = (divided - estimate.coefficients).norm(), estimate.coefficients.norm()
             if float(difference) > TOLERANCE * float(length):
                 raise ValueError(
                     f"the update of {method.name} must not depend on the number of ranks; on two ranks it "
                     f"differs by {float(difference / length):.1%} of its length. Divide sums by "
                     "inputs.aggregation (inputs.reduce does), not by what one micro-batch holds"
                 )
-        findings.append(_compare(found, problem.true_gradient(logits)))
+        findings.append(_compare(estimate, problem.true_gradient(logits)))
     return Finding(*(sum(values) / len(findings) for values in zip(*findings, strict=True)))
 
 
-def _compare(found: Update, true: Tensor) -> tuple[float, float, float, float, float]:
-    square, length = float(true.square().sum()), float(found.mean.square().sum())
-    bias, variance = float((found.mean - true).square().sum()) / square, found.variance / square
-    product = float((found.mean * true).sum())
-    size = length + found.variance / PROMPTS
+def _compare(estimate: Update, true: Tensor) -> tuple[float, float, float, float, float]:
+    square, length = float(true.square().sum()), float(estimate.mean.square().sum())
+    bias, variance = float((estimate.mean - true).square().sum()) / square, estimate.variance / square
+    product = float((estimate.mean * true).sum())
+    size = length + estimate.variance / PROMPTS
     cosine = product / math.sqrt(length * square) if length else 0.0
     best = 1.0 - max(product, 0.0) ** 2 / (square * size) if size else 1.0
     return math.sqrt(bias), variance, cosine, bias + variance / PROMPTS, best

@@ -50,15 +50,15 @@ def follow(method: Method, condition: Condition, problem: Problem, steps: int = 
 
 def run_flow(method: Method, among: Sequence[Problem], steps: int = STEPS) -> dict[str, Flow]:
     """A method under every condition."""
-    found = {}
+    flows = {}
     for name, condition in FLOW_CONDITIONS.items():
         paths = [follow(method, condition, problem, steps) for problem in among]
         ends, peaks = [path[-1] for path in paths], [max(path) for path in paths]
         pairs = list(zip(ends, peaks, strict=True))
-        found[name] = Flow(
+        flows[name] = Flow(
             score=sum(ends) / len(ends),
             best=sum(peaks) / len(peaks),
             optimal=sum(end >= OPTIMUM for end in ends) / len(ends),
             collapsed=sum(peak - end >= FALL for end, peak in pairs) / len(ends),
         )
-    return found
+    return flows

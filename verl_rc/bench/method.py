@@ -60,13 +60,13 @@ def find_method(text: str) -> Method:
                 f"loss_mode must be one of {', '.join(LOSS_MODES)}; got {name!r}, did you mean "
                 f"{nearest_key(name, LOSS_MODES)}?"
             )
-        return _of_loss(text, name, _loss_options(options))
+        return _loss_method(text, name, _loss_options(options))
     if text in PRESETS:
-        return of_correction(text, RolloutCorrectionConfig.from_preset(text))
+        return correction_method(text, RolloutCorrectionConfig.from_preset(text))
     if text.endswith((".yaml", ".yml")):
-        return of_correction(text, _correction_of(Path(text)))
+        return correction_method(text, _correction_of(Path(text)))
     if ":" in text:
-        return _of_function(text)
+        return _function_method(text)
     nearest = nearest_key(text, [*PRESETS, *LOSS_MODES]).split(" or ")
     names = " or ".join(name if name in PRESETS else LOSS_PREFIX + name for name in nearest)
     raise ConfigError(
@@ -75,15 +75,15 @@ def find_method(text: str) -> Method:
     )
 
 
-def of_correction(name: str, correction: RolloutCorrectionConfig) -> Method:
+def correction_method(name: str, correction: RolloutCorrectionConfig) -> Method:
     """The method of a correction, with the loss that the trainer would use."""
-    for key, what in _NEEDS.items():
+    for key, need in _NEEDS.items():
         if (value := getattr(correction, key)) != type(correction).model_fields[key].default:
-            raise ConfigError(f"{name}: {key}={value} needs {what}, which the exact track lacks; drop {key}")
+            raise ConfigError(f"{name}: {key}={value} needs {need}, which the exact track lacks; drop {key}")
     return Method(name, correction, correction.named_loss or "vanilla")
 
 
-def _of_loss(name: str, loss: str, options: Mapping[str, object]) -> Method:
+def _loss_method(name: str, loss: str, options: Mapping[str, object]) -> Method:
     # In bypass mode a loss divides by the policy that sampled; else its ratio is 1 at the first update.
     return Method(name, RolloutCorrectionConfig.bypass_ppo_clip(), loss, options)
 
@@ -110,11 +110,11 @@ def read_correction(path: Path) -> tuple[str, dict[str, str]]:
     values = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)  # values stay text
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold keys of algorithm.rollout_correction, one a line")
-    known = [*RolloutCorrectionConfig.model_fields, "preset"]
-    if unknown := [key for key in values if key not in known]:
+    keys = [*RolloutCorrectionConfig.model_fields, "preset"]
+    if unknown := [key for key in values if key not in keys]:
         raise ConfigError(
             f"{path} must hold keys of algorithm.rollout_correction; it has {listed(unknown)}, did you mean "
-            f"{nearest_key(unknown[0], known)}?"
+            f"{nearest_key(unknown[0], keys)}?"
         )
     return str(values.pop("preset", "disabled")), values
 
@@ -130,13 +130,13 @@ def _correction_of(path: Path) -> RolloutCorrectionConfig:
         ) from error
 
 
-def _of_function(name: str) -> Method:
+def _function_method(name: str) -> Method:
     function = import_attribute(name, f"the method {name!r}", "function")
     if not callable(function):
         raise ConfigError(f"the method {name!r} must be a function of a module; it is {function!r}")
     arguments = list(inspect.signature(function).parameters)
     if len(arguments) == 1 and arguments[0] not in WEIGHT_INPUTS:
-        return _of_loss(name, name, {})
+        return _loss_method(name, name, {})
     if lacking := [argument for argument in arguments if argument not in WEIGHT_INPUTS]:
         raise ConfigError(
             f"the weight {name!r} asks for {listed(lacking)}, which the exact track lacks; it has "

@@ -75,8 +75,8 @@ class Responses:
     def gradient_squares(self, logits: Tensor) -> Tensor:
         """``[B, T]``: squared norms of the gradients of the log-probs; those of one row are orthogonal."""
         probabilities = logits.softmax(dim=-1)
-        own, squares = probabilities[self.states, self.tokens], probabilities.square().sum(dim=-1)
-        return (1 - 2 * own + squares[self.states]).where(self.mask, 0.0)
+        sampled, squares = probabilities[self.states, self.tokens], probabilities.square().sum(dim=-1)
+        return (1 - 2 * sampled + squares[self.states]).where(self.mask, 0.0)
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ def record_results(folder: Path, results: Mapping[str, Result]) -> Path:
     Raises ``ValueError`` where the file has results of other conditions.
     """
     file = folder / "exact.json"
-    known = read_results(file) if file.is_file() else {}
-    entries = known | {name: {**result.as_json(), **_origin()} for name, result in results.items()}
+    entries = read_results(file) if file.is_file() else {}
+    entries |= {name: {**result.as_json(), **_origin()} for name, result in results.items()}
     folder.mkdir(parents=True, exist_ok=True)
     kept = {"settings": settings(), "methods": dict(sorted(entries.items()))}
     file.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -48,9 +48,9 @@ def commit() -> str | None:
     if shutil.which("git") is None:
         return None
     command = ["git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD"]
-    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")
+    output = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")
     # A package that is installed below somebody's own checkout is at no commit of that one.
-    return said[1] if Path(said[0]) == root else None
+    return output[1] if Path(output[0]) == root else None
 
 
 def _origin() -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from verl_rc.bench import exact, flow, policies
 from verl_rc.bench.exact import CONDITIONS, GROUP, PROMPTS, SEEDS, Finding, problems, run_exact
 from verl_rc.bench.flow import OPTIMUM, STEPS, Flow, run_flow
-from verl_rc.bench.method import LOSS_PREFIX, Method, find_method, of_correction
+from verl_rc.bench.method import LOSS_PREFIX, Method, correction_method, find_method
 from verl_rc.bench.policies import Problem
 from verl_rc.config.algorithms import LOSS_MODES, POLICY_LOSSES
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
@@ -58,21 +58,22 @@ class Result:
         return cls(name, values["forwards"], findings, flows)
 
 
-def run(method: Method, whole: bool = True, among: Sequence[Problem] | None = None) -> Result:
-    """The exact track, on the problems ``among``, None: its own; unless ``whole`` without ranks and flows."""
+def run(method: Method, with_flows: bool = True, among: Sequence[Problem] | None = None) -> Result:
+    """The exact track, on the problems ``among``, None: its own; ``with_flows``: with gradient flows and the
+    comparison of ranks, too."""
     among = problems() if among is None else among
-    flows = run_flow(method, among) if whole else {}
-    return Result(method.name, method.forwards, run_exact(method, among, with_ranks=whole), flows)
+    flows = run_flow(method, among) if with_flows else {}
+    return Result(method.name, method.forwards, run_exact(method, among, with_ranks=with_flows), flows)
 
 
 def known_methods() -> Iterator[Method]:
     """Every preset and every loss, without second names of the same."""
-    seen = list[tuple[RolloutCorrectionConfig, str]]()
+    pairs = list[tuple[RolloutCorrectionConfig, str]]()
     for method in map(find_method, [*PRESETS, *map(_loss_with_options, LOSS_MODES)]):
         # A preset may name a loss that is a loss mode, too.
-        same = method.correction.model_copy(update={"loss_type": "ppo_clip"}), method.loss
-        if same not in seen:
-            seen.append(same)
+        pair = method.correction.model_copy(update={"loss_type": "ppo_clip"}), method.loss
+        if pair not in pairs:
+            pairs.append(pair)
             yield method
 
 
@@ -87,7 +88,7 @@ def references() -> dict[str, Method]:
 
     def weights(level: str) -> Method:
         config = {"rollout_is": level, "rollout_is_threshold": _UNCAPPED}
-        return of_correction(f"{level} weights", RolloutCorrectionConfig.model_validate(config))
+        return correction_method(f"{level} weights", RolloutCorrectionConfig.model_validate(config))
 
     return {"none": find_method("disabled"), "token": weights("token"), "sequence": weights("sequence")}
 
@@ -105,9 +106,12 @@ class Standing:
         head = ["condition", "bias", "variance", "cosine", "error", "unscaled"]
         head += [f"of {name}" for name in self.references]
         rows = [head]
-        for name, found in self.result.findings.items():
-            ratios = [found.error / other.findings[name].error for other in self.references.values()]
-            numbers = (found.bias, found.variance, found.cosine, found.best_error, found.error, *ratios)
+        for name, finding in self.result.findings.items():
+            ratios = [finding.error / result.findings[name].error for result in self.references.values()]
+            numbers = (
+                *(finding.bias, finding.variance, finding.cosine, finding.best_error, finding.error),
+                *ratios,
+            )
             rows.append([name, *(f"{number:.3f}" for number in numbers)])
         widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
         table = [
@@ -128,16 +132,17 @@ class Standing:
         ]
 
     def _flow(self) -> Iterator[str]:
-        for name, found in self.result.flows.items():
-            optimal = f"above {OPTIMUM} in {found.optimal:.0%} of the policies"
-            fallen = f", collapsed in {found.collapsed:.0%}" if found.collapsed else ""
-            yield f"{STEPS} steps, {name}: expected score {found.score:.3f} at the end, {optimal}{fallen}"
+        for name, means in self.result.flows.items():
+            optimal = f"above {OPTIMUM} in {means.optimal:.0%} of the policies"
+            collapsed = f", collapsed in {means.collapsed:.0%}" if means.collapsed else ""
+            yield f"{STEPS} steps, {name}: expected score {means.score:.3f} at the end, {optimal}{collapsed}"
 
     def _place(self) -> str:
-        better = [other.name for other in self.others if other.error < self.result.error - EQUAL]
-        equal = [other.name for other in self.others if abs(other.error - self.result.error) <= EQUAL]
-        places = f"place {len(better) + 1} of {len(self.others) + 1}"
-        place = f"{places}, mean error {self.result.error:.3f}"
+        error, others = self.result.error, self.others
+        better = [result.name for result in others if result.error < error - EQUAL]
+        equal = [result.name for result in others if abs(result.error - error) <= EQUAL]
+        places = f"place {len(better) + 1} of {len(others) + 1}"
+        place = f"{places}, mean error {error:.3f}"
         above = f", behind {better[-1]}" if better else ""
         beside = f", beside {', '.join(equal[:3])}{' and others' if len(equal) > 3 else ''}" if equal else ""
         return f"{place}{above}{beside}"
@@ -148,8 +153,8 @@ def stand(method: Method) -> Standing:
     among = problems()
     result = run(method, among=among)
     compared = {name: run(reference, False, among) for name, reference in references().items()}
-    others = [run(other, False, among) for other in known_methods() if other.name != method.name]
-    return Standing(result, compared, sorted(others, key=lambda other: other.error))
+    results = [run(candidate, False, among) for candidate in known_methods() if candidate.name != method.name]
+    return Standing(result, compared, sorted(results, key=lambda result: result.error))
 
 
 def settings() -> dict[str, Any]:
@@ -159,9 +164,9 @@ def settings() -> dict[str, Any]:
         flow: ("STEPS", "RATE", "LONGEST"),
         policies: ("VOCABULARY", "MOST_TOKENS", "VERSIONS", "STEP", "DRIFT"),
     }
-    found = {
+    values = {
         f"{module.__name__.rpartition('.')[2]}.{name}": getattr(module, name)
         for module, names in constants.items()
         for name in names
     }
-    return {**found, "exact.SEEDS": list(SEEDS), "conditions": {n: c.words for n, c in CONDITIONS.items()}}
+    return {**values, "exact.SEEDS": list(SEEDS), "conditions": {n: c.words for n, c in CONDITIONS.items()}}

@@ -39,7 +39,7 @@ from verl_rc.tensor_ops import LOG_RATIO_BOUND, bound_log_ratio
 
 @dataclass(frozen=True)
 class CorrectionStatistics:
-    """What was measured of some sequences; the statistics of a batch are the merged ones of its parts.
+    """Statistics of some sequences; those of a batch are the merged ones of its parts.
 
     To merge over ranks: all-reduce ``sums`` with SUM and ``maxima`` with MAX, then ``with_vectors``.
     """
@@ -60,13 +60,13 @@ class CorrectionStatistics:
         sums: list[Tensor] = []
         maxima: list[Tensor] = []
 
-        def put(column: Tensor, is_extreme: bool) -> float:
+        def append(column: Tensor, is_extreme: bool) -> float:
             (maxima if is_extreme else sums).append(column.double())
             return 0.0
 
         # float64 also for counts: float32 would stop counting tokens at 16 million.
-        layout = map_totals(put, sequences)
-        # Over no sequences at all the maximum is that of the padding: nothing seen.
+        layout = map_totals(append, sequences)
+        # Over no sequences at all the maximum is that of the padding: no value.
         largest = pad(torch.stack(maxima), (0, 1), value=-torch.inf).amax(dim=1)
         return cls(torch.cat([torch.stack(sums).sum(dim=1), *histograms]), largest, layout)
 

@@ -74,13 +74,13 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
         aggregation=Aggregation.from_name(aggregation),
         mini_batch_statistics=mini_batch_statistics,
     )
-    found: object = resolve_policy_loss(name)(clean_policy_loss_inputs(inputs))
-    match found:
+    returned: object = resolve_policy_loss(name)(clean_policy_loss_inputs(inputs))
+    match returned:
         case (Tensor() as loss, dict() as metrics):
             return loss, metrics
     raise ValueError(
         f"the policy loss {name!r} must return the loss and its metrics, which may be {{}}; it returns a "
-        f"{type(found).__name__}"
+        f"{type(returned).__name__}"
     )
 
 

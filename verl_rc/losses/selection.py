@@ -112,9 +112,9 @@ def bapo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     Returns:
         The loss, 0-d, the metrics of ``ppo_clip_loss``, ``actor/ratio_low`` and ``actor/ratio_high``.
     """
-    found = inputs.mini_batch_statistics or mini_batch_statistics("bapo", [inputs])
-    assert isinstance(found, RatioBounds)
-    low, high = (bound.to(inputs.log_probs.dtype) for bound in (found.low, found.high))
+    clip_range = inputs.mini_batch_statistics or mini_batch_statistics("bapo", [inputs])
+    assert isinstance(clip_range, RatioBounds)
+    low, high = (bound.to(inputs.log_probs.dtype) for bound in (clip_range.low, clip_range.high))
     ratio = inputs.log_ratio.exp()
     loss, metrics = dual_clip(inputs, ratio, ratio.clamp(low, high))
     bounds = {"actor/ratio_low": low, "actor/ratio_high": high}
@@ -159,8 +159,8 @@ def mini_batch_statistics(
         [selection_scores(name, inputs, advantage_mean, log_prob_mean).flatten() for inputs in micro_batches]
     )
     if from_ranks is not None:  # of one length for all ranks
-        own_best = scores.topk(min(int(size), scores.numel())).values
-        best = from_ranks(pad(own_best, (0, int(size) - own_best.numel()), value=_NOT_SELECTABLE))
+        rank_best = scores.topk(min(int(size), scores.numel())).values
+        best = from_ranks(pad(rank_best, (0, int(size) - rank_best.numel()), value=_NOT_SELECTABLE))
     threshold = selection_threshold(best, size)
     counts = torch.stack([(scores > threshold).sum(), (scores == threshold).sum()])
     above, level = (counts if over_ranks is None else over_ranks(counts)).unbind()
@@ -173,10 +173,8 @@ def _second_moment_statistics(
     micro_batches: Sequence[PolicyLossInputs], over_ranks: SumOverRanks | None
 ) -> Selection:
     """The largest (log r)², as its bits, up to which the mean of all smaller ones is within the threshold."""
-    nothing = micro_batches[0].log_probs.new_zeros(())
-    scores = torch.cat(
-        [selection_scores("m2po", inputs, nothing, nothing).flatten() for inputs in micro_batches]
-    )
+    zero = micro_batches[0].log_probs.new_zeros(())
+    scores = torch.cat([selection_scores("m2po", inputs, zero, zero).flatten() for inputs in micro_batches])
     moments = scores.clamp(min=0).to(torch.int32).view(torch.float32).to(torch.float64)
     bound = scores.new_zeros(())
     # The mean of those below a bound grows with it, so the bits of the bound are found one by one.
@@ -186,7 +184,7 @@ def _second_moment_statistics(
         sums = torch.stack([moments.where(below, 0).sum(), below.sum().to(torch.float64)])
         total, count = sums if over_ranks is None else over_ranks(sums)
         bound = torch.where(total <= micro_batches[0].parameters.m2_threshold * count, higher, bound)
-    return Selection(nothing, nothing, bound - 1, torch.zeros_like(total, dtype=torch.float32))
+    return Selection(zero, zero, bound - 1, torch.zeros_like(total, dtype=torch.float32))
 
 
 def _balanced_bounds(

@@ -112,11 +112,11 @@ def find_scorer(data_source: str) -> Scorer:
 def check_data_sources(sources: Mapping[str, str]) -> None:
     """Raise ``ValueError`` naming every source without a scorer; ``sources`` maps each to its first row."""
     unknown = []
-    for source, where in sources.items():
+    for source, first_row in sources.items():
         try:
             find_scorer(source)
         except ValueError as error:
-            unknown.append(f"{where}: {error}")
+            unknown.append(f"{first_row}: {error}")
     if unknown:
         raise ValueError("\n".join(unknown))
 
@@ -139,7 +139,7 @@ def build_reward(config: RewardConfig) -> Callable[[RewardSample], RewardOutput]
     if custom.path is not None:
         function = load_reward_function(custom.path, custom.name, custom.reward_kwargs, with_model)
 
-    def returned_for(sample: RewardSample) -> Any:
+    def call(sample: RewardSample) -> Any:
         if function is None and sample.ground_truth is None:
             raise ValueError(
                 "the row has no ground_truth in its reward_model, which built-in scorers compare with"
@@ -156,7 +156,7 @@ def build_reward(config: RewardConfig) -> Callable[[RewardSample], RewardOutput]
 
     def reward(sample: RewardSample) -> RewardOutput:
         try:
-            returned = returned_for(sample)
+            returned = call(sample)
         except (Exception, SystemExit) as error:
             raise RewardError(f"the reward function raised {_described(error)} for {sample}.") from error
         try:
@@ -178,7 +178,6 @@ def build_reward(config: RewardConfig) -> Callable[[RewardSample], RewardOutput]
 def _described(error: BaseException) -> str:
     """An exception's type, text and source line."""
     place = traceback.extract_tb(error.__traceback__)[-1]
-    said = "".join(
-        traceback.format_exception_only(error)
-    ).strip()  # also of an exception that cannot be shown
-    return f"{said[:_SHOWN_CHARACTERS]} ({place.filename}:{place.lineno}, in {place.name})"
+    # Also works for an exception whose str() fails.
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return f"{text[:_SHOWN_CHARACTERS]} ({place.filename}:{place.lineno}, in {place.name})"

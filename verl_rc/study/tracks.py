@@ -115,10 +115,10 @@ def overrides_of(method: str) -> tuple[str, ...]:
         return (f"correction={method}",)
     if method.endswith((".yaml", ".yml")):
         preset, values = read_correction(Path(method))
-        given = (f"algorithm.rollout_correction.{key}={value}" for key, value in values.items())
-        return f"correction={preset}", *given
-    found = find_method(method)
-    if found.weight is not None:
+        keys = (f"algorithm.rollout_correction.{key}={value}" for key, value in values.items())
+        return f"correction={preset}", *keys
+    bench_method = find_method(method)
+    if bench_method.weight is not None:
         raise ConfigError(
             f"a track with an engine needs what the trainer can run; {method} is a weight, which it takes "
             "from correction keys alone: write it as a loss of one argument, PolicyLossInputs"
@@ -128,7 +128,7 @@ def overrides_of(method: str) -> tuple[str, ...]:
         f"{actor}.policy_loss.{key}={value}"
         if key in PolicyLossOptions.model_fields
         else f"{actor}.{key}={value}"
-        for key, value in found.options.items()
+        for key, value in bench_method.options.items()
     )
     mode = f"{actor}.policy_loss.loss_mode={method.removeprefix(LOSS_PREFIX).partition(',')[0]}"
     return "correction=bypass_ppo_clip", mode, *options

@@ -67,9 +67,9 @@ def binary_kl(log_first: Tensor, log_second: Tensor) -> Tensor:
     ``log_first`` and ``log_second`` are ln p and ln q, nats, <= 0. The inputs are log-probs because
     logarithms of probabilities near 0 and 1 lose precision.
     """
-    rest, second_rest = -torch.expm1(log_first), -torch.expm1(log_second)
-    tiny = torch.finfo(second_rest.dtype).tiny
-    return log_first.exp() * (log_first - log_second) + torch.xlogy(rest, rest / second_rest.clamp(min=tiny))
+    complement_first, complement_second = -torch.expm1(log_first), -torch.expm1(log_second)
+    ratio = complement_first / complement_second.clamp(min=torch.finfo(complement_second.dtype).tiny)
+    return log_first.exp() * (log_first - log_second) + torch.xlogy(complement_first, ratio)
 
 
 def _bounded_k3(difference: Tensor) -> Tensor:
@@ -84,14 +84,14 @@ _ESTIMATES: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def require_functions(what: str, names: Iterable[str], functions: Mapping[str, object]) -> None:
-    """Raise ``TypeError`` unless each of ``names``, and nothing else, has its function.
+def require_functions(kind: str, names: Iterable[str], functions: Mapping[str, object]) -> None:
+    """Raise ``TypeError`` unless exactly ``names`` have functions; ``kind`` says what they name.
 
     Modules call it when they are imported, so that a name never computes another name's formula.
     """
     if mismatch := set(names) ^ functions.keys():
         raise TypeError(
-            f"each name of a {what} must have a function, and each function a name; only one of them is "
+            f"each name of a {kind} must have a function, and each function a name; only one of them is "
             f"there for {', '.join(sorted(mismatch))}. Add the other."
         )
 

@@ -191,18 +191,18 @@ class _HiddenStateScores(torch.autograd.Function):
         options: ScoreOptions,
     ) -> tuple[Tensor | None, ...]:
         sum_block, sums = _fused(_sum_block, hidden.device), None
-        chosen = hidden.new_full(ids.shape, -torch.inf, dtype=_precision(hidden))
+        token_logits = hidden.new_full(ids.shape, -torch.inf, dtype=_precision(hidden))
         top = None
         for block in _vocabulary_blocks(hidden, weight):
             logits = _logits(hidden, weight[block], bias, block, kept_ids)
-            chosen = _gathered(logits, ids, block, options.temperature, chosen)
+            token_logits = _gathered(logits, ids, block, options.temperature, token_logits)
             if options.top_tokens:
                 top = _largest(logits, block, options, top)
             block_sums = sum_block(logits, options.temperature, options.entropies, options.sum_pi_squared)
             sums = block_sums if sums is None else sums.add(block_sums)
         assert sums is not None
         maxima, totals, log_totals = sums.maxima, sums.exponentials, sums.exponentials.log()
-        chosen.sub_(maxima[:, None]).sub_(log_totals[:, None])
+        log_probs = token_logits.sub_(maxima[:, None]).sub_(log_totals[:, None])
         top_ids = top_log_probs = None
         if top is not None:
             top_ids, top_log_probs = top[1], top[0].sub_(maxima[:, None]).sub_(log_totals[:, None])
@@ -214,16 +214,18 @@ class _HiddenStateScores(torch.autograd.Function):
             squares = sums.squares / totals.square()
         if means is not None and sums.squared_logits is not None:
             varentropies = (sums.squared_logits / totals).sub_(means.square()).clamp_min_(0.0)
-        whole = logits if logits.shape[1] == weight.shape[0] else None
+        all_logits = logits if logits.shape[1] == weight.shape[0] else None
         if not options.entropy_gradient:
             means = None
-        ctx.save_for_backward(hidden, weight, bias, whole, ids, chosen, maxima, totals, means, kept_ids)
+        ctx.save_for_backward(
+            hidden, weight, bias, all_logits, ids, log_probs, maxima, totals, means, kept_ids
+        )
         ctx.temperature = options.temperature
         constants = [squares, varentropies, top_ids, top_log_probs]
         constants += [] if options.entropy_gradient else [entropies]
         ctx.mark_non_differentiable(*(values for values in constants if values is not None))
-        candidates = chosen[:, 1:].clone() if ids.shape[1] > 1 else None
-        return chosen[:, 0].clone(), entropies, squares, varentropies, candidates, top_ids, top_log_probs
+        candidates = log_probs[:, 1:].clone() if ids.shape[1] > 1 else None
+        return log_probs[:, 0].clone(), entropies, squares, varentropies, candidates, top_ids, top_log_probs
 
     @staticmethod
     @once_differentiable
@@ -237,7 +239,7 @@ class _HiddenStateScores(torch.autograd.Function):
         gradient is ``exp(x) (c + d x)`` with two numbers a token, except at the token itself and at the
         candidates.
         """
-        hidden, weight, bias, whole, ids, log_probs, maxima, totals, means, kept_ids = ctx.saved_tensors
+        hidden, weight, bias, all_logits, ids, log_probs, maxima, totals, means, kept_ids = ctx.saved_tensors
         _squares, _varentropies, grad_candidates, *_ = further
         slopes = grad_log_probs[:, None] / ctx.temperature
         slopes_of_all = slopes[:, 0]
@@ -252,7 +254,7 @@ class _HiddenStateScores(torch.autograd.Function):
             entropy_slopes = grad_entropies / ctx.temperature
             constants += entropy_slopes * means / totals
             factors = -entropy_slopes / totals
-        grad_chosen = _gradients_of_chosen(slopes, log_probs, slopes_of_all, totals, means, entropy_slopes)
+        grad_tokens = _token_gradients(slopes, log_probs, slopes_of_all, totals, means, entropy_slopes)
         differentiate = _fused(_differentiate, hidden.device)
         grad_hidden = None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
@@ -261,14 +263,16 @@ class _HiddenStateScores(torch.autograd.Function):
         # rounded once. Only the gradient of the hidden states is added up, in the higher precision.
         for block in _vocabulary_blocks(hidden, weight):
             block_weight = weight[block].to(hidden.dtype)
-            logits = _logits(hidden, block_weight, bias, block, kept_ids) if whole is None else whole
+            logits = (
+                _logits(hidden, block_weight, bias, block, kept_ids) if all_logits is None else all_logits
+            )
             grad_logits = differentiate(logits, ctx.temperature, maxima, constants, factors)
             # One after the other: tokens outside the block have the same nearest place.
             for column in range(ids.shape[1]):
                 places, is_inside = _places(ids[:, column : column + 1], block)
-                before = grad_logits.gather(-1, places)
-                after = grad_chosen[:, column : column + 1].to(before.dtype)
-                grad_logits.scatter_(-1, places, torch.where(is_inside, after, before))
+                grad_nearest = grad_logits.gather(-1, places)
+                grad_token = grad_tokens[:, column : column + 1].to(grad_logits.dtype)
+                grad_logits.scatter_(-1, places, torch.where(is_inside, grad_token, grad_nearest))
             if ctx.needs_input_grad[0]:
                 grad_hidden = _add_product(grad_hidden, grad_logits, block_weight)
             if grad_weight is not None and grad_weight.dtype == hidden.dtype:
@@ -288,18 +292,18 @@ class _HiddenStateScores(torch.autograd.Function):
         )
 
 
-def _gradients_of_chosen(
-    own: Tensor,
+def _token_gradients(
+    slopes: Tensor,
     log_probs: Tensor,
     slopes_of_all: Tensor,
     totals: Tensor,
     means: Tensor | None,
     entropy_slopes: Tensor | None,
 ) -> Tensor:
-    """Gradients of the logits of single tokens with these ``log_probs`` ``[K, N]``, whose slopes are ``own``
-    of ``slopes_of_all`` ``[K]`` of their row."""
+    """Gradients of the logits of single tokens, from their ``log_probs`` and the loss's ``slopes`` by these,
+    ``[K, N]``; ``slopes_of_all`` ``[K]`` are sums over the tokens of a row."""
     # 1 - p, where p is close to 1, has the digits that p in 16 bits has lost.
-    gradients = -own * torch.expm1(log_probs) - (slopes_of_all[:, None] - own) * log_probs.exp()
+    gradients = -slopes * torch.expm1(log_probs) - (slopes_of_all[:, None] - slopes) * log_probs.exp()
     if means is None or entropy_slopes is None:
         return gradients
     below = log_probs.clamp_min(_LOWEST_LOGIT)
@@ -377,21 +381,22 @@ def _places(ids: Tensor, block: slice) -> tuple[Tensor, Tensor]:
     return columns, columns == places
 
 
-def _gathered(logits: Tensor, ids: Tensor, block: slice, temperature: float, before: Tensor) -> Tensor:
-    """``before`` ``[K, N]``, with the scaled logits of those of ``ids`` that are in the block."""
+def _gathered(logits: Tensor, ids: Tensor, block: slice, temperature: float, token_logits: Tensor) -> Tensor:
+    """``token_logits`` ``[K, N]``, with the scaled logits of those of ``ids`` that are in the block."""
     places, is_inside = _places(ids, block)
-    return torch.where(is_inside, _scaled(logits.gather(-1, places), temperature), before)
+    return torch.where(is_inside, _scaled(logits.gather(-1, places), temperature), token_logits)
 
 
 def _largest(
-    logits: Tensor, block: slice, options: ScoreOptions, before: tuple[Tensor, Tensor] | None
+    logits: Tensor, block: slice, options: ScoreOptions, top: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """The largest scaled logits of a block and of ``before``, and their ids, ``[K, top_tokens]``."""
+    """The largest scaled logits ``[K, top_tokens]`` of a block and of ``top``, those of the blocks before;
+    and their ids."""
     values, ids = logits.topk(min(options.top_tokens, logits.shape[1]), dim=-1)
     values, ids = _scaled(values, options.temperature), ids + block.start
-    if before is None:
+    if top is None:
         return values, ids
-    values, ids = torch.cat([before[0], values], dim=-1), torch.cat([before[1], ids], dim=-1)
+    values, ids = torch.cat([top[0], values], dim=-1), torch.cat([top[1], ids], dim=-1)
     values, places = values.topk(min(options.top_tokens, values.shape[1]), dim=-1)
     return values, ids.gather(-1, places)
 

@@ -9,7 +9,7 @@ import torch
 
 from verl_rc.bench import exact
 from verl_rc.bench.exact import CONDITIONS, Rows, coefficients, examine, run_exact, update
-from verl_rc.bench.method import Method, find_method, of_correction
+from verl_rc.bench.method import Method, correction_method, find_method
 from verl_rc.bench.policies import Problem, Responses, make_problem
 from verl_rc.config.algorithms import LOSS_MODES
 from verl_rc.config.models import ActorConfig
@@ -28,7 +28,7 @@ LOSSES = [f"loss_mode={name}{OPTIONS.get(name, '')}" for name in LOSS_MODES]
 
 def weights(level: str, **fields: object) -> Method:
     config = {"rollout_is": level, "rollout_is_threshold": UNCAPPED, **fields}
-    return of_correction(level, RolloutCorrectionConfig.model_validate(config))
+    return correction_method(level, RolloutCorrectionConfig.model_validate(config))
 
 
 def rollout_of(problem: Problem, name: str) -> torch.Tensor:

@@ -156,6 +156,15 @@ def outcome_of(config: RolloutCorrectionConfig) -> Outcome:
     return (*train_on(config, *FINITE), *train_on(config, *BROKEN))
 
 
+def outcome_unmeasured(config: RolloutCorrectionConfig) -> Outcome:
+    """The same, with the few metrics that take the least time.
+
+    A synchronous batch has the versions that interpolation reads with full diagnostics alone.
+    """
+    diagnostics = "full" if config.proximal == "interpolate" else "core"
+    return outcome_of(config.model_copy(update={"diagnostics": diagnostics}))
+
+
 def train_on(
     config: RolloutCorrectionConfig,
     rollouts: RolloutBatch,
@@ -248,7 +257,7 @@ def test_every_change_of_one_option_has_an_effect(base: str) -> None:
     for fields in choices(BASES[base]):
         config = accepted(fields)
         if config is not None and key_of(config) not in outcomes:
-            outcomes[key_of(config)] = outcome_of(config)
+            outcomes[key_of(config)] = outcome_unmeasured(config)
     assert len(outcomes) > 150
     walked = [axis for axis in AXES if axis not in UNREACHABLE.get(base, ())]
     assert [text for axis in walked for text in without_effect(outcomes, axis)] == []
@@ -262,7 +271,8 @@ def test_every_change_of_one_option_has_an_effect(base: str) -> None:
 def test_every_rule_and_every_bound_rejects_something_else(mode: Fields) -> None:
     assert set(BOUNDS) == set(REJECTION_RULES)
     outcomes = [
-        outcome_of(RolloutCorrectionConfig.model_validate({**mode, **rejection})) for rejection in REJECTIONS
+        outcome_unmeasured(RolloutCorrectionConfig.model_validate({**mode, **rejection}))
+        for rejection in REJECTIONS
     ]
     assert len(set(outcomes)) == len(REJECTIONS)
 

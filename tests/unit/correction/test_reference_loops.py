@@ -176,7 +176,8 @@ def small_batches() -> list[tuple[list[Row], dict[str, Any]]]:
 def decide(
     config: RolloutCorrectionConfig, facts: dict[str, Any], way: str
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Weights and keep mask, at once or measured and applied in uneven parts."""
+    """Weights and keep mask, at once or measured and corrected in uneven parts."""
+    config = config.model_copy(update={"diagnostics": "core"})  # no weight depends on what is measured
     if way == "whole":
         result = compute_rollout_correction(**facts, config=config)
         return result.weights, result.keep_mask

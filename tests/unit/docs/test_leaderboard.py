@@ -37,7 +37,7 @@ def test_every_method_stands_in_the_table():
 
 @pytest.mark.parametrize("name", ["disabled", "decoupled_seq_is", "loss_mode=m2po", "loss_mode=sapo"])
 def test_kept_numbers_are_those_of_today(name):
-    found = standing.run(find_method(name), whole=False)
+    found = standing.run(find_method(name), with_flows=False)
     for condition, finding in found.findings.items():
         assert asdict(finding) == pytest.approx(KEPT[name]["findings"][condition], rel=1e-6, abs=1e-9), (
             condition

@@ -1,4 +1,4 @@
-"""Log-probs of other words in a token's place, and the most likely ones: by a log-softmax of all logits."""
+"""Log-probs of other tokens in a token's place, and the most likely ones: by a log-softmax of all logits."""
 
 import pytest
 import torch
@@ -8,9 +8,9 @@ from verl_rc.tensor_ops import HiddenStateScores, ScoreOptions, logprobs, scores
 
 TOKENS = torch.tensor([0, 3, 6, 2, 2])
 CANDIDATES = torch.tensor([[6, 0, 3], [1, 2, 4], [5, 0, 1], [2, 1, 0], [4, 2, 6]])
-"""Of seven words; the first, the fourth and the last row have the token itself among them."""
+"""Of a vocabulary of seven; the first, the fourth and the last row have the token itself among them."""
 CHUNKS = [1, 15, 21, 35]
-"""Elements at a time of the 5 x 7 logits: one word, three, four, all at once."""
+"""Elements at a time of the 5 x 7 logits: one token of the vocabulary, three, four, all at once."""
 
 
 def head() -> list[Tensor]:
@@ -51,7 +51,7 @@ def test_values_and_gradients_are_those_of_all_logits(
 
 @pytest.mark.parametrize("elements", CHUNKS)
 @pytest.mark.parametrize("width", [1, 3, 7, 9])
-def test_the_most_likely_words_are_those_of_all_logits(
+def test_the_most_likely_tokens_are_those_of_all_logits(
     elements: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", elements)
@@ -65,7 +65,7 @@ def test_the_most_likely_words_are_those_of_all_logits(
     assert not found.top_log_probs.requires_grad
 
 
-def test_a_word_that_there_is_not_is_impossible_and_moves_nothing() -> None:
+def test_an_id_that_the_vocabulary_lacks_is_impossible_and_moves_nothing() -> None:
     leaves = head()
     ids = torch.tensor([[0, 7]] * 5)
     found = scores_from_hidden_states(*leaves[:2], TOKENS, ScoreOptions(), leaves[2], candidate_ids=ids)
@@ -80,12 +80,12 @@ def test_a_word_that_there_is_not_is_impossible_and_moves_nothing() -> None:
 
 
 def test_a_likely_candidate_has_the_digits_that_16_bits_round_away() -> None:
-    """The forward divergence of two policies that agree but for a ten-thousandth: with one word for each
+    """The forward divergence of two policies that agree but for a ten-thousandth: with one token for each
     dimension, the gradient of a hidden state is that of its logits."""
     logits = torch.tensor([[8.0, 0.0, 0.0]], dtype=torch.bfloat16).requires_grad_()
-    words, ids = torch.eye(3, dtype=torch.bfloat16), torch.tensor([[0, 1, 2]])
+    weight, ids = torch.eye(3, dtype=torch.bfloat16), torch.tensor([[0, 1, 2]])
     found = scores_from_hidden_states(
-        logits, words, ids[0, :1], ScoreOptions(), candidate_ids=ids
+        logits, weight, ids[0, :1], ScoreOptions(), candidate_ids=ids
     ).candidate_log_probs
     assert found is not None
     teacher = torch.tensor([[0.999, 0.0005, 0.0005]])

@@ -16,7 +16,7 @@ from verl_rc.tensor_ops.logprobs import interpolate_proximal
 TOKENS = torch.tensor([0, 3, 6, 2, 2])
 EVERYTHING = ScoreOptions(entropies=True, sum_pi_squared=True)
 CHUNKS = [1, 15, 21, 35]
-"""Elements at a time of the 5 x 7 logits: one word, three, four, all at once."""
+"""Elements at a time of the 5 x 7 logits: one token of the vocabulary, three, four, all at once."""
 
 
 def logits(dtype: torch.dtype = torch.float64) -> Tensor:
@@ -81,10 +81,12 @@ def test_what_is_not_asked_for_is_not_there() -> None:
     assert scores_of(logits(), ScoreOptions())[1:] == (None,) * 6
 
 
-def head(dtype: torch.dtype = torch.float64, tokens: int = 5, width: int = 4, words: int = 7) -> list[Tensor]:
+def head(
+    dtype: torch.dtype = torch.float64, tokens: int = 5, width: int = 4, vocabulary: int = 7
+) -> list[Tensor]:
     """Random hidden states, weights and biases."""
     generator = torch.Generator().manual_seed(1)
-    sizes = [(tokens, width), (words, width), (words,)]
+    sizes = [(tokens, width), (vocabulary, width), (vocabulary,)]
     return [
         torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
         for size in sizes
@@ -119,7 +121,7 @@ def test_gradients_equal_those_of_all_logits_at_once(
     slopes = torch.randn(64, generator=torch.Generator().manual_seed(3))
     gradients = []
     for fused in (True, False):
-        given = head(torch.float32, tokens=64, width=32, words=301)
+        given = head(torch.float32, tokens=64, width=32, vocabulary=301)
         if fused:
             options = ScoreOptions(0.8, entropies=True, entropy_gradient=entropy_weight != 0)
             log_probs, entropies, *_ = scores_from_hidden_states(
@@ -168,7 +170,7 @@ def test_in_low_precision_chunks_add_no_rounding_to_the_weights_and_little_to_hi
 
     def gradients(elements: int) -> list[Tensor]:
         monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", elements)
-        hidden, weight, _ = head(torch.bfloat16, tokens=64, width=32, words=301)
+        hidden, weight, _ = head(torch.bfloat16, tokens=64, width=32, vocabulary=301)
         scores_from_hidden_states(hidden, weight, tokens, ScoreOptions()).log_probs.sum().backward()
         assert hidden.grad is not None
         assert weight.grad is not None
@@ -258,7 +260,7 @@ ON_A_GPU = [(1.0, False, False), (0.7, False, False), (0.7, True, False), (0.7, 
 def test_what_a_gpu_compiles_is_one_graph_with_the_same_numbers(
     device: str, cases: list[tuple[float, bool, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU it is traced for other numbers of tokens and words, but not made into machine code."""
+    """On a CPU it is traced for other sizes of batch and vocabulary, but not made into machine code."""
     counts = (9, 5, 2, 1, 0) if len(cases) > 1 else (5, 1)
     expected = [compiled_case(case, tokens, "cpu") for case in cases for tokens in counts]
     monkeypatch.setattr(logprobs, "_gpu_bytes", lambda _: 40 * 100 * 4)  # blocks of 40 logits in bf16
@@ -274,7 +276,8 @@ def test_what_a_gpu_compiles_is_one_graph_with_the_same_numbers(
 def compiled_case(case: tuple[float, bool, bool], tokens: int, device: str) -> list[Tensor]:
     """Scores and gradients of bf16 hidden states, on the CPU."""
     hidden, weight, _ = (
-        part.detach().to(device).requires_grad_() for part in head(torch.bfloat16, tokens, width=8, words=21)
+        part.detach().to(device).requires_grad_()
+        for part in head(torch.bfloat16, tokens, width=8, vocabulary=21)
     )
     temperature, with_entropies, with_squares = case
     options = ScoreOptions(temperature, with_entropies, with_entropies, with_squares)
@@ -288,17 +291,17 @@ def compiled_case(case: tuple[float, bool, bool], tokens: int, device: str) -> l
 
 def test_memory_is_a_twentieth_of_what_all_logits_and_their_gradient_would_take() -> None:
     """16k tokens and a vocabulary of 152k, in bf16, without memory: together 9.3 GiB."""
-    tokens, width, words = 1 << 14, 64, 152_064
+    tokens, width, vocabulary = 1 << 14, 64, 152_064
     with FakeTensorMode():
         hidden = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
-        weight = torch.empty(words, width, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(vocabulary, width, dtype=torch.bfloat16, requires_grad=True)
         with LiveBytes() as live:
             found = scores_from_hidden_states(
                 hidden, weight, torch.empty(tokens, dtype=torch.int64), EVERYTHING
             )
             assert found.entropies is not None
             (found.log_probs + found.entropies).sum().backward()
-    assert live.peak - 2 * words * width < 2 * tokens * words * 2 / 20
+    assert live.peak - 2 * vocabulary * width < 2 * tokens * vocabulary * 2 / 20
 
 
 def test_no_hidden_host_sync() -> None:

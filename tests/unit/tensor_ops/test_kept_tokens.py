@@ -1,4 +1,4 @@
-"""Scores over the words that a filter has kept: by a float64 loop, by finite differences, in any chunks."""
+"""Scores over the tokens that a filter has kept: by a float64 loop, by finite differences, in any chunks."""
 
 import math
 
@@ -10,15 +10,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from verl_rc.tensor_ops import ScoreOptions, logprobs, scores_from_hidden_states
 
 SETS = [[0, 2, 5], [3], [], [6, 2], [0, 1, 2, 3, 4, 5, 6]]
-"""Of five tokens and seven words; the third has none, the last has all."""
+"""Tokens that were kept at five positions, of a vocabulary of seven; none at the third, all at the last."""
 TOKENS = torch.tensor([0, 3, 6, 2, 2])
 EVERYTHING = ScoreOptions(0.7, entropies=True, sum_pi_squared=True)
 CHUNKS = [1, 15, 21, 35]
-"""Elements at a time of the 5 x 7 logits: one word, three, four, all at once."""
+"""Elements at a time of the 5 x 7 logits: one token of the vocabulary, three, four, all at once."""
 
 
 def kept_ids(width: int = 7) -> Tensor:
-    return torch.tensor([[*one, *[-1] * (width - len(one))] for one in SETS])
+    return torch.tensor([[*kept, *[-1] * (width - len(kept))] for kept in SETS])
 
 
 def head() -> list[Tensor]:
@@ -28,26 +28,26 @@ def head() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("elements", CHUNKS)
-def test_values_are_those_of_the_distribution_over_the_kept_words(
+def test_values_are_those_of_the_distribution_over_the_kept_tokens(
     elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", elements)
     hidden, weight, bias = head()
-    found = scores_from_hidden_states(hidden, weight, TOKENS, EVERYTHING, bias, kept_ids())
+    scores = scores_from_hidden_states(hidden, weight, TOKENS, EVERYTHING, bias, kept_ids())
     plain = (hidden @ weight.T + bias).detach()
-    for place, (words, token) in enumerate(zip(SETS, TOKENS.tolist(), strict=True)):
-        logits = [float(plain[place, word]) / 0.7 for word in words or range(7)]
-        total = sum(map(math.exp, logits))
-        table = {word: value - math.log(total) for word, value in zip(words or range(7), logits, strict=True)}
+    for place, (kept, token) in enumerate(zip(SETS, TOKENS.tolist(), strict=True)):
+        logits = {candidate: float(plain[place, candidate]) / 0.7 for candidate in kept or range(7)}
+        total = sum(map(math.exp, logits.values()))
+        table = {candidate: logit - math.log(total) for candidate, logit in logits.items()}
         entropy = -sum(math.exp(value) * value for value in table.values())
         squares = sum(math.exp(2 * value) for value in table.values())
         spread = sum(math.exp(value) * (value + entropy) ** 2 for value in table.values())
-        values = [one[place].item() for one in found if one is not None]
+        values = [column[place].item() for column in scores if column is not None]
         assert values == pytest.approx([table[token], entropy, squares, spread], rel=1e-11, abs=1e-14)
 
 
 @pytest.mark.parametrize("elements", CHUNKS)
-def test_gradients_are_those_of_finite_differences_and_flow_through_kept_words_alone(
+def test_gradients_are_those_of_finite_differences_and_flow_through_kept_tokens_alone(
     elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", elements)
@@ -57,35 +57,38 @@ def test_gradients_are_those_of_finite_differences_and_flow_through_kept_words_a
         return scores_from_hidden_states(hidden, weight, TOKENS, options, bias, kept_ids())[:2]
 
     assert torch.autograd.gradcheck(both, head())
-    # With one word for each dimension, the gradient of a hidden state is that of its logits.
-    logits, words = torch.randn(5, 7, dtype=torch.float64).requires_grad_(), torch.eye(7, dtype=torch.float64)
-    scores = scores_from_hidden_states(logits, words, TOKENS, options, kept_ids=kept_ids())
+    # With one token for each dimension, the gradient of a hidden state is that of its logits.
+    logits, weight = (
+        torch.randn(5, 7, dtype=torch.float64).requires_grad_(),
+        torch.eye(7, dtype=torch.float64),
+    )
+    scores = scores_from_hidden_states(logits, weight, TOKENS, options, kept_ids=kept_ids())
     (scores.log_probs.sum() + scores.entropies.sum()).backward()  # type: ignore[union-attr]
     assert logits.grad is not None
     for place, kept in enumerate(SETS):
-        of_words = logits.grad[place].nonzero()[:, 0].tolist()
-        assert of_words == (sorted(kept or range(7)) if len(kept) != 1 else [])  # one word alone is certain
+        tokens = logits.grad[place].nonzero()[:, 0].tolist()
+        assert tokens == (sorted(kept or range(7)) if len(kept) != 1 else [])  # one token alone is certain
 
 
-def test_padding_of_the_sets_changes_nothing_and_sets_of_all_words_are_no_filter() -> None:
+def test_padding_of_the_sets_changes_nothing_and_sets_of_all_tokens_are_no_filter() -> None:
     hidden, weight, bias = head()
     narrow = scores_from_hidden_states(hidden, weight, TOKENS, EVERYTHING, bias, kept_ids())
     wide = scores_from_hidden_states(hidden, weight, TOKENS, EVERYTHING, bias, kept_ids(12))
     plain = scores_from_hidden_states(hidden, weight, TOKENS, EVERYTHING, bias)
     none = scores_from_hidden_states(hidden, weight, TOKENS, EVERYTHING, bias, torch.full((5, 1), -1))
-    for one, other, unfiltered, unrecorded in zip(narrow, wide, plain, none, strict=True):
-        if one is None:  # not asked for
+    for filtered, padded, unfiltered, unrecorded in zip(narrow, wide, plain, none, strict=True):
+        if filtered is None:  # not asked for
             continue
-        assert torch.equal(one, other)
-        assert torch.equal(one[[2, 4]], unfiltered[[2, 4]])
+        assert torch.equal(filtered, padded)
+        assert torch.equal(filtered[[2, 4]], unfiltered[[2, 4]])
         assert torch.equal(unrecorded, unfiltered)
 
 
-def test_a_word_that_was_not_kept_has_no_probability_and_wrong_shapes_are_named() -> None:
+def test_a_token_that_was_not_kept_has_no_probability_and_wrong_shapes_are_named() -> None:
     hidden, weight, bias = head()
     tokens = torch.tensor([1, 3, 6, 2, 2])
-    found = scores_from_hidden_states(hidden, weight, tokens, EVERYTHING, bias, kept_ids())
-    assert torch.isneginf(found.log_probs).tolist() == [True, False, False, False, False]
+    scores = scores_from_hidden_states(hidden, weight, tokens, EVERYTHING, bias, kept_ids())
+    assert torch.isneginf(scores.log_probs).tolist() == [True, False, False, False, False]
     with pytest.raises(ValueError, match=r"kept_ids must be \[K, W\]"):
         scores_from_hidden_states(hidden, weight, TOKENS, EVERYTHING, bias, kept_ids()[:4])
 
