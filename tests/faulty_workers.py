@@ -94,7 +94,7 @@ class FaultyEngine(VllmEngine):
                 transfer.model.load_weights, transfer._layers = load, None
             self._loop.call(lambda sampler: sampler._llm.llm_engine.set_weight_version(str(version)))
             self._loop.call(lambda sampler: setattr(sampler, "version", version))
-            self.reset_prefix_cache()
+            self._loop.call(lambda sampler: sampler.reset_prefix_cache())
             return [LoadReceipt(transfer.digests, [])]
 
         if self._options.adapter_rank:

@@ -77,7 +77,7 @@ class PlantedEngine(VllmEngine):
             transfer.finish_weight_update()
 
         self._loop.call(load)
-        self.reset_prefix_cache()
+        self._loop.call(lambda sampler: sampler.reset_prefix_cache())
         self._holds_first = first
 
     def generate(self, requests: Any, options: SamplingOptions) -> list[Sample]:
