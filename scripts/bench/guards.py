@@ -47,7 +47,7 @@ def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
 def ledger_work(mask: Tensor) -> None:
     """The ledger's work in a step with eight mini-batches: three counts of tokens."""
     ledger, count = Ledger(), int(torch.count_nonzero(mask))
-    ledger.sampled(count, prompts=len(mask) // 8)
+    ledger.add_sampled(count, prompts=len(mask) // 8)
     ledger.require_in_batch(int(torch.count_nonzero(mask)))
     ledger.book({"rejected": int(torch.count_nonzero(mask & ~mask))})
     parts = [count // 8] * 7 + [count - 7 * (count // 8)]

@@ -435,6 +435,11 @@ def build_validation_rows(config: DataConfig, tokenizer: Any) -> list[PromptRow]
     return [dataset[index] for index in range(len(dataset))]
 
 
+def _endless(loader: Any) -> Iterator[list[PromptRow]]:
+    """The batches of all epochs."""
+    return itertools.chain.from_iterable(itertools.repeat(loader))
+
+
 class PromptStream:
     """An endless stream of a loader's batches, epoch after epoch."""
 
@@ -442,7 +447,7 @@ class PromptStream:
         """``loader``: result of ``build_train_loader``; nobody else may iterate it. ``saved``: the state to
         resume; None: the beginning."""
         self._loader = loader
-        self._epoch_batches: Iterator[list[PromptRow]] | None = None
+        self._batches: Iterator[list[PromptRow]] = _endless(loader)
         self._batches_drawn = 0
         if saved is not None:
             self.load_state_dict(dict(saved))
@@ -453,15 +458,10 @@ class PromptStream:
 
     def draw(self) -> tuple[int, list[PromptRow]]:
         """The next batch and its epoch, counted from 0."""
-        while True:
-            if self._epoch_batches is None:
-                self._epoch_batches = iter(self._loader)
-            rows = next(self._epoch_batches, None)
-            if rows is not None:
-                epoch = self._batches_drawn // len(self)
-                self._batches_drawn += 1
-                return epoch, rows
-            self._epoch_batches = None
+        rows = next(self._batches)
+        epoch = self._batches_drawn // len(self)
+        self._batches_drawn += 1
+        return epoch, rows
 
     def row(self, row_index: int) -> PromptRow:
         """See ``PromptDataset.row``."""
@@ -482,4 +482,5 @@ class PromptStream:
             )
         self._batches_drawn = int(state["batches_drawn"])
         self._loader.load_state_dict(state["loader"])
-        self._epoch_batches = iter(self._loader)  # checks the state now, not at the first batch
+        # An iterator of the loader checks the state now, not at the first batch.
+        self._batches = itertools.chain(iter(self._loader), _endless(self._loader))

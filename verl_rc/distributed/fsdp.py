@@ -57,7 +57,7 @@ def shard_model(
     """
     # Gradients are summed in float32: a sum over ranks in bfloat16 loses small contributions.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    with whole_parameters(model, _on_meta):
+    with whole_parameters(model, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")):
         # Layers first: the last call shards the remaining parameters (embeddings, norm, head).
         for layer in transformer_layers(model):
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
@@ -104,10 +104,6 @@ def whole_parameters(model: nn.Module, empty: Callable[[Tensor], Tensor]) -> Ite
 def without_memory(parameter: Tensor) -> Tensor:
     """A tensor of the shape of ``parameter`` whose elements share the memory of one number."""
     return torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
-
-
-def _on_meta(parameter: Tensor) -> Tensor:
-    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
 def transformer_layers(model: nn.Module) -> list[nn.Module]:

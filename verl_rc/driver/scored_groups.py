@@ -244,7 +244,7 @@ def record_batch_of_groups(
     count = config.actor_rollout_ref.rollout.n
     # From what the engines returned, not from the batch: so tokens that it lost are missed.
     tokens = sum(sample.num_sampled for group in groups for sample in group.samples[:count])
-    record.ledger.sampled(tokens, prompts=len(samples.prompts))
+    record.ledger.add_sampled(tokens, prompts=len(samples.prompts))
     record.ledger.book_prompts({"in_batch": len(samples.prompts)})
     lengths = samples.rollouts.tokens
     record.tokens = StepTokens(tokens, int(lengths.sequence_lengths.sum()), config.num_devices)
@@ -258,7 +258,7 @@ def record_batch_of_groups(
     record.add(environment_call_metrics(samples.episodes))
     if samples.reward_baselines is not None:
         greedy = sum(sample.num_sampled for group in groups for sample in group.samples[count:])
-        record.ledger.sampled(greedy)
+        record.ledger.add_sampled(greedy)
         record.ledger.book({"baseline": greedy})
         record.add({"critic/reward_baselines/mean": float(samples.reward_baselines.double().mean())})
     if samples.component_scores is not None:

@@ -214,7 +214,7 @@ class Supply:
         step = self._state.step + 1
         self._totals = StepTotals()
         for fate in ("filtered", "surplus"):
-            record.ledger.sampled(totals.tokens[fate], prompts=totals.groups[fate])
+            record.ledger.add_sampled(totals.tokens[fate], prompts=totals.groups[fate])
             record.ledger.book({fate: totals.tokens[fate]})
             record.ledger.book_prompts({fate: totals.groups[fate]})
         accounts = {

@@ -74,8 +74,9 @@ class Control:
         """
         config = self.algorithm.rollout_correction
         target = config.rollout_rs_target_acceptance
-        if statistics is None or self.rejection_threshold is None or target is None:
+        if statistics is None or target is None:
             return self
+        assert self.rejection_threshold is not None
         [rule] = config.rejection_bounds()
         bound = bound_for_acceptance(statistics.numbers(), rule, target)
         if math.isnan(bound):

@@ -53,7 +53,7 @@ class Ledger:
         self._tokens: Counter[str] = Counter()
         self._prompts: Counter[str] = Counter()
 
-    def sampled(self, tokens: int, prompts: int = 0) -> None:
+    def add_sampled(self, tokens: int, prompts: int = 0) -> None:
         """Add sampled tokens, and the prompts that they belong to."""
         self._sampled.update(tokens=tokens, prompts=prompts)
 

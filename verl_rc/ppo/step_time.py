@@ -52,7 +52,7 @@ class MeasuredStep:
     def smallest_useful_staleness(self, options: AsyncTrainingConfig) -> int:
         """The smallest whole k that keeps the trainer busy, however many responses take as long as the
         longest."""
-        return _enough(self.sampling, self.training, options)
+        return _smallest_staleness(self.sampling, self.training, options)
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,10 @@ class WaitTotals:
 
     def smallest_useful_staleness(self, options: AsyncTrainingConfig) -> int:
         """The smallest whole k that would have kept the trainer busy; ``steps`` must be > 0."""
-        return _enough(self.longest_group, self.step_without_waiting, options)
+        return _smallest_staleness(self.longest_group, self.step_without_waiting, options)
 
 
-def _enough(longest: float, step: float, options: AsyncTrainingConfig) -> int:
+def _smallest_staleness(longest: float, step: float, options: AsyncTrainingConfig) -> int:
     """The smallest k with which no step of ``step`` seconds waits for groups that take up to ``longest``
     seconds.
 

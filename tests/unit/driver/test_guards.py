@@ -91,7 +91,7 @@ def look(
     samples = SimpleNamespace(
         rollouts=SimpleNamespace(fingerprints=numbers), scores=torch.tensor(list(scores))
     )
-    record.ledger.sampled(int(sampled.response_mask.sum()))
+    record.ledger.add_sampled(int(sampled.response_mask.sum()))
     scored_step = cast(ScoredStep, SimpleNamespace(batch=batch))
     rewards = BEFORE.with_scores(samples.scores, window=1)
     wanted = run.guards.decide_update(
@@ -246,7 +246,7 @@ def test_where_the_actor_corrects_the_mismatch_is_judged_after_the_update() -> N
 
 def test_a_withheld_batch_is_booked() -> None:
     record = StepRecord()
-    record.ledger.sampled(tokens=5)
+    record.ledger.add_sampled(tokens=5)
     withhold(make_batch(), record)
     assert record.ledger.balanced_metrics()["ledger/withheld_tokens"] == 5
 

@@ -51,7 +51,7 @@ def test_only_tokens_trained_on_are_useful() -> None:
 
 def test_a_step_whose_books_do_not_balance_is_not_logged() -> None:
     record, recorder = StepRecord(), Recorder()
-    record.ledger.sampled(tokens=10)
+    record.ledger.add_sampled(tokens=10)
     with pytest.raises(LedgerError, match="10 sampled tokens"):
         record.log(recorder, 3)  # type: ignore[arg-type]
     assert recorder.metrics == {}

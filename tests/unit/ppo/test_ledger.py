@@ -18,8 +18,8 @@ from verl_rc.ppo.ledger import (
 
 def balanced() -> Ledger:
     ledger = Ledger()
-    ledger.sampled(tokens=60, prompts=4)
-    ledger.sampled(tokens=40, prompts=2)
+    ledger.add_sampled(tokens=60, prompts=4)
+    ledger.add_sampled(tokens=40, prompts=2)
     ledger.book({"filtered": 20, "surplus": 10})
     ledger.book({"rejected": 5})
     ledger.book({"trained": 50, "nonfinite": 15, "rejected": 0})
@@ -41,7 +41,7 @@ def test_a_balanced_step_tells_every_account() -> None:
 @pytest.mark.parametrize("change", [-1, 1])
 def test_a_token_lost_or_booked_twice_does_not_close(change: int) -> None:
     ledger = balanced()
-    ledger.sampled(tokens=2)
+    ledger.add_sampled(tokens=2)
     ledger.book({"trained": 2 + change})
     with pytest.raises(
         LedgerError, match=rf"every one of the step's 102 sampled tokens .* but {102 + change} are"
@@ -51,7 +51,7 @@ def test_a_token_lost_or_booked_twice_does_not_close(change: int) -> None:
 
 def test_a_lost_prompt_does_not_close() -> None:
     ledger = balanced()
-    ledger.sampled(tokens=0, prompts=1)
+    ledger.add_sampled(tokens=0, prompts=1)
     with pytest.raises(LedgerError, match="the step's 7 sampled prompts"):
         ledger.balanced_metrics()
 
@@ -106,7 +106,7 @@ def test_counts_that_do_not_belong_together(planned: list[int], kept: list[int],
 
 def test_a_batch_must_hold_every_token_without_an_account() -> None:
     ledger = Ledger()
-    ledger.sampled(tokens=60)
+    ledger.add_sampled(tokens=60)
     ledger.book({"filtered": 20})
     ledger.require_in_batch(40)
     for wrong in (39, 41, 60):

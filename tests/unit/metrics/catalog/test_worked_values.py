@@ -790,7 +790,7 @@ def an_unusual_gap() -> tuple[Mapping[str, float], Mapping[str, float]]:
 def a_reward_that_has_collapsed():
     guards = Guards(AlertsConfig(reward_window=1, reward_collapse="skip"), Mock(), Mock())
     record, batch = StepRecord(), train_batch()
-    record.ledger.sampled(6)
+    record.ledger.add_sampled(6)
     rewards = SimpleNamespace(collapse=lambda window, drop: "from 1 to 0")
     with patch("verl_rc.driver.guards.require_sampled_tokens"):
         scored, found = SimpleNamespace(batch=batch), Findings(None, HealthHistory())
@@ -891,7 +891,7 @@ def every_account_of_the_ledger():
     }
     prompts = {"in_batch": 3, "filtered": 2, "surplus": 1}
     record = StepRecord()
-    record.ledger.sampled(36, prompts=6)
+    record.ledger.add_sampled(36, prompts=6)
     record.ledger.book(tokens)
     record.ledger.book_prompts(prompts)
     expected = {f"ledger/{account}_tokens": count for account, count in tokens.items()}
@@ -1279,7 +1279,7 @@ def penalties_of_the_divergence():
     ):
         record_batch(services, Mock(), evaluations, scored, control, record, step=1)
     batch = train_batch()
-    record.ledger.sampled(int(batch.response_mask.sum()))
+    record.ledger.add_sampled(int(batch.response_mask.sum()))
     state = SimpleNamespace(step=0, rollout_gap_limit=None)
     with patch("verl_rc.driver.stages.plan_mini_batches", return_value=[]):
         update_actor(services, state, batch, control, record, while_waiting=Mock())
