@@ -138,8 +138,7 @@ def correct_sequences(
         if weights is not None and chunk_weights is not None:
             chunk.write(chunk_weights.applied, weights)
         if rejection.causes:
-            rejected = ratio.response - rejection.kept
-            chunk.write(rejected.bool().logical_not_(), keep_mask)
+            chunk.write((ratio.response - rejection.kept).bool().logical_not_(), keep_mask)
         if settings.full:
             histogram.add_(log_ratio_histogram(ratio.values, ratio.valid))
         return measure_tokens(ratio, chunk_weights, rejection, chunk_context, settings)

@@ -175,13 +175,13 @@ def extremes(values: Tensor, count: Tensor) -> Extremes[Tensor]:
 
 
 def moments(values: Tensor, count: Tensor) -> Moments[Tensor]:
-    """Moments of float64 ``values`` ``[b]`` that count ``count`` ``[b]`` times, or of those of each sequence,
-    ``[b, t]``: ``count`` of them, all others 0."""
-    return (
-        Moments(sequence_sum(values), count, vecdot(values, values))
-        if values.ndim == 2
-        else Moments(count * values, count, count * values.square())
-    )
+    """Moments, float64 ``[b]``, of ``values`` ``[b]`` that count ``count`` ``[b]`` times, or of those of each
+    sequence, ``[b, t]``: ``count`` of them, all others 0."""
+    if values.ndim == 1:
+        return Moments(count * values, count, count * values.square())
+    is_precise = values.dtype == torch.float64  # a dot product of float32 would be summed in float32
+    squares = vecdot(values, values) if is_precise else sequence_sum(values.square())
+    return Moments(sequence_sum(values), count, squares)
 
 
 def largest(values: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ def _rule_sums(
     return RuleSums(
         sums.mean(total) if statistic.ndim == 2 else statistic,
         total,
-        moments(clamped.double(), sums.tokens),
+        moments(clamped, sums.tokens),
         extremes(statistic, count),
         *sides,
     )

@@ -149,7 +149,6 @@ def measure_tokens(
     tokens = TokenSums(
         sequences=sums,
         kept_tokens=rejection.kept.sum(dim=-1).double() if rejection.causes else sums.response_tokens,
-        row_statistics=row_statistics(ratio, settings),
         train=sequence_sum(ratio.train),
         bounded=sequence_sum(ratio.precise),
         ratios=moments(ratio.excess, sums.tokens),
@@ -157,6 +156,7 @@ def measure_tokens(
         row_weights=row_weights,
         totals=totals,
         turns=largest(ratio.turns) + 1.0,
+        row_statistics=row_statistics(ratio, settings),  # last: the divergences of rules stay alive
     )
     if (ages := context.ages(ratio.response)) is not None:
         _measure_ages(tokens, ages, ratio, weights, rejection)
