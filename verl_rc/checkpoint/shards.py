@@ -264,21 +264,24 @@ def _differences(
 
 @contextmanager
 def _raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Turn a failure on any rank into a ``CheckpointError`` on all ranks, so that none waits in a
+    """Turn a failure of any type on any rank into a ``CheckpointError`` on all ranks, so that none waits in a
     collective."""
-    problem, cause = None, None
     try:
         yield
-    except Exception as error:  # noqa: BLE001  (an exception of any type keeps this rank from the collective)
+    except Exception as error:
         problem = str(error) if isinstance(error, (CheckpointError, OSError)) else repr(error)
-        cause = error
+        raise CheckpointError(_problems_of_ranks(problem, group)) from error
+    if problems := _problems_of_ranks(None, group):
+        raise CheckpointError(problems)
+
+
+def _problems_of_ranks(problem: str | None, group: dist.ProcessGroup | None) -> str:
+    """The problems of all ranks, each once; empty when none has any. Collective."""
     problems = [problem]
     if dist.is_initialized():
         problems *= dist.get_world_size()
         dist.all_gather_object(problems, problem, group=group)
-    messages = {text for text in problems if text is not None}
-    if messages:
-        raise CheckpointError(" ".join(sorted(messages))) from cause
+    return " ".join(sorted({text for text in problems if text is not None}))
 
 
 def _rank() -> int:
