@@ -24,7 +24,7 @@ from verl_rc.insight.hooks.recorder import (
 VERSIONS = ("1.0.4", "1.0.5")
 SIGNATURES = {"_compute_advantages": ("self", "data")}
 _WORKER = "areal.infra.rpc.rpc_server"
-_KEPT = (
+_COPIED = (
     "input_ids",
     "attention_mask",
     "loss_mask",
@@ -34,7 +34,7 @@ _KEPT = (
     "versions",
     "rewards",
 )
-"""``[B, T]``, and ``rewards`` ``[B]``, as they are before the advantages: these change some of them."""
+"""Copied before the advantages, whose computation changes some of them: ``[B, T]``, ``rewards`` ``[B]``."""
 _SHIFTED = ("prox_logp", "ref_logp", "advantages")
 """Place j is of token j + 1."""
 
@@ -48,17 +48,17 @@ def _attach(module: ModuleType) -> None:
 
     @functools.wraps(stock)
     def compute_advantages(self: Any, data: Any) -> Any:
-        kept: dict[str, Any] = {}
+        copies: dict[str, Any] = {}
         with records:
             step = self.engine.get_version() + 1
             # Ranks of one sequence's shards have the same rows.
             if records.takes(step) and self.engine.is_data_parallel_head():
-                kept = {name: data[name].clone() for name in _KEPT if data.get(name) is not None}
+                copies = {name: data[name].clone() for name in _COPIED if data.get(name) is not None}
         result = stock(self, data)
         with records:
-            if kept:
+            if copies:
                 records.facts["temperature"] = self.temperature
-                records.write(step, _rows({**kept, "advantages": result["advantages"]}))
+                records.write(step, _rows({**copies, "advantages": result["advantages"]}))
                 records.close()
         return result
 

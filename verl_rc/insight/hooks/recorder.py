@@ -1,5 +1,5 @@
-"""What all hooks share: the versions of a trainer that a hook knows, rows of its tensors, and files whose
-writing never disturbs its run."""
+"""What all hooks share: a check of the trainer's version, rows of its tensors, and files whose writing never
+disturbs its run."""
 
 import atexit
 import importlib.abc
@@ -33,7 +33,7 @@ def attaches(
     owner: object,
     signatures: Mapping[str, Sequence[str]],
 ) -> bool:
-    """Whether a hook knows what is installed; where it does not, one sentence says why.
+    """Whether a hook knows the installed version; a warning says why it does not.
 
     Args:
         trainer: its name, in words.
@@ -60,9 +60,9 @@ def _objection(
         return f"its hook knows {package} from {first} to below {end}, and {installed} is installed"
     for name, expected in signatures.items():
         function = getattr(owner, name, None)
-        taken = () if function is None else tuple(inspect.signature(function).parameters)
-        if taken[: len(expected)] != tuple(expected):
-            takes = f"it takes ({', '.join(taken)})" if taken else "there is none"
+        parameters = [] if function is None else list(inspect.signature(function).parameters)
+        if parameters[: len(expected)] != list(expected):
+            takes = f"it takes ({', '.join(parameters)})" if parameters else "there is none"
             return f"{name} must take ({', '.join(expected)}, …), and in {package} {installed} {takes}"
     return ""
 
@@ -106,8 +106,8 @@ class _Import(importlib.abc.MetaPathFinder):
 class Recorder:
     """Token records of one process of a run, a file a step; a step that did not end has none.
 
-    As a context manager it swallows errors of what collects and writes: the first one ends the recording with
-    a sentence, and the run goes on.
+    As a context manager it swallows errors of the recording inside: the first error ends the recording with a
+    warning, and the run goes on.
     """
 
     def __init__(self, folder: str | Path, trainer: str, rank: int = 0, **facts: Any) -> None:
@@ -117,19 +117,19 @@ class Recorder:
         self._lines: TokenLines | None = None
         self.step: int | None = None
         """The step whose file is open."""
-        every = os.environ.get(EVERY_VARIABLE, "1")
+        interval = os.environ.get(EVERY_VARIABLE, "1")
         with self:
-            if not every.isdecimal() or not int(every):
-                raise ValueError(f"{EVERY_VARIABLE} must be a whole number above 0, got {every!r}")
-            self._every = int(every)
+            if not interval.isdecimal() or not int(interval):
+                raise ValueError(f"{EVERY_VARIABLE} must be a whole number above 0, got {interval!r}")
+            self._interval = int(interval)
         atexit.register(self.close, is_whole=False)  # Ctrl-C in the middle of a step
 
     def takes(self, step: int) -> bool:
-        """Whether rows of a step are wanted."""
-        return self.is_on and step % self._every == 0
+        """Whether rows of a step are recorded."""
+        return self.is_on and step % self._interval == 0
 
     def write(self, step: int, rows: Iterator[dict[str, Any]]) -> None:
-        """Add rows to the file of a step; that of the step before is complete then."""
+        """Add rows to the file of a step. The first rows of a step complete the file of the step before."""
         if step != self.step:
             self.close()
             name = f"step_{step:06d}.rank_{self._rank}.jsonl"
@@ -180,12 +180,12 @@ def rows_of(keep: Any, tokens: Mapping[str, Any], **columns: Any) -> Iterator[di
 
 
 def masked_rows(values: Any, keep: Any) -> list[Any]:
-    """Of each row of ``values`` ``[B, T]`` the places that ``keep`` marks."""
+    """The values that ``keep`` ``[B, T]`` marks, of each row of ``values`` ``[B, T]``."""
     return [row[place] for row, place in zip(_on_host(values), _on_host(keep).bool(), strict=True)]
 
 
 def behind_prompt(sampled: Any, attention: Any) -> tuple[Any, Any]:
-    """Which places ``[B, T]`` of whole sequences lie behind the first prompt, and which are of it.
+    """Places of sequences behind the first prompt, and places of the first prompt: bool ``[B, T]`` each.
 
     Args:
         sampled: 1 where the policy sampled the token.

@@ -60,7 +60,7 @@ def _facts(trainer: Any) -> dict[str, Any]:
 
 
 class _Recording:
-    """What is wrapped around a trainer; methods with the names of its own get these first."""
+    """Wrappers of a trainer's methods, by the names of these; each gets the trainer's own method first."""
 
     def __init__(self, trainer: Any, records: Recorder) -> None:
         self._trainer, self._records = trainer, records
@@ -93,7 +93,7 @@ class _Recording:
         return output
 
     def train(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Complete the file of the last step when training ends, in its middle too."""
+        """Train; then complete the file of the last step, or remove it where the step did not end."""
         try:
             return stock(*args, **kwargs)
         finally:
@@ -108,7 +108,7 @@ class _Recording:
             completion_ids, log_probs = stock(prompt_ids, *args, **kwargs)
         if log_probs is None and self._records.is_on:
             with self._records:
-                log_probs = sampled.of_rows(completion_ids)
+                log_probs = sampled.log_probs_of(completion_ids)
                 self._samples_here = log_probs is not None
         return completion_ids, log_probs
 
@@ -126,7 +126,7 @@ class _Recording:
         self._forwards.clear()
         self._samples_here, self._version = False, self._trainer.state.global_step
         output = stock(inputs)
-        # TRL's own loss would take what the engine of transformers reported for an off-policy mask.
+        # TRL's own loss would use the log-probs of transformers' sampling for an off-policy mask.
         log_probs = output.pop(_SAMPLED, None) if self._samples_here else output.get(_SAMPLED)
         with self._records:
             if log_probs is not None:
@@ -139,14 +139,14 @@ class _Recording:
         loss = stock(model, inputs)
         with self._records:
             trainer, step = self._trainer, self._trainer.state.global_step + 1
-            every = trainer.args.steps_per_generation * trainer.num_iterations
-            is_first = trainer._step % every < trainer.args.steps_per_generation
+            period = trainer.args.steps_per_generation * trainer.num_iterations
+            is_first = trainer._step % period < trainer.args.steps_per_generation
             if trainer.model.training and is_first and _ENGINE in inputs and self._records.takes(step):
                 self._records.write(step, self._rows(inputs))
         return loss
 
     def _scored(self, inputs: Any) -> dict[str, Any]:
-        """What the head returned for the completions, row by row."""
+        """The fused head's outputs for the completions, ``[B, R]`` by our names."""
         count, length = inputs["completion_ids"].shape
         return {
             name: torch.cat([forward[name] for forward in self._forwards])[:count, -length:] for name in _HEAD
@@ -180,8 +180,7 @@ class _Recording:
 
 
 class _Sampled:
-    """The last step of transformers' sampling: keeps the log-prob of each token that was sampled from what it
-    is given."""
+    """The last logits processor of transformers' sampling: stores the log-prob of each sampled token."""
 
     def __init__(self, records: Recorder) -> None:
         self._records = records
@@ -199,7 +198,7 @@ class _Sampled:
         log_probs = self._scores.gather(-1, tokens) - self._scores.logsumexp(-1, keepdim=True)
         self._log_probs.append(log_probs.flatten())
 
-    def of_rows(self, completion_ids: Sequence[Sequence[int]]) -> list[list[float]] | None:
+    def log_probs_of(self, completion_ids: Sequence[Sequence[int]]) -> list[list[float]] | None:
         """The log-probs of completions; None where nothing was sampled here."""
         if self._scores is None:
             return None
@@ -212,15 +211,15 @@ class _Sampled:
 
 @contextmanager
 def _sampling(model: Any, records: Recorder) -> Iterator[_Sampled]:
-    """While it is open, ``model.generate`` samples through ``_Sampled``."""
+    """Inside it ``model.generate`` samples through the ``_Sampled`` that it yields."""
     sampled, stock = _Sampled(records), model._get_logits_processor
 
-    def with_one_more(*args: Any, **kwargs: Any) -> Any:
+    def with_sampled(*args: Any, **kwargs: Any) -> Any:
         processors = stock(*args, **kwargs)
         processors.append(sampled)
         return processors
 
-    model._get_logits_processor = with_one_more
+    model._get_logits_processor = with_sampled
     try:
         yield sampled
     finally:

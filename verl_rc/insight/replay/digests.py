@@ -58,7 +58,7 @@ class Comparison:
 
 def write_digests(model: nn.Module, path: str) -> None:
     """Write digests of all parameters that a process holds, whole or its shards."""
-    digests = [asdict(TensorDigest.from_tensor(*named)) for named in model.named_parameters()]
+    digests = [asdict(TensorDigest.from_tensor(*item)) for item in model.named_parameters()]
     Path(path).write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")
 
 
@@ -76,8 +76,8 @@ def compare_weights(first: Path, second: Path) -> Comparison:
             _read(first)
             if first.is_file()
             else [
-                TensorDigest.from_tensor(*named)
-                for named in _tensors_of(first, Path(scratch) / "first").items()
+                TensorDigest.from_tensor(*item)
+                for item in _tensors_of(first, Path(scratch) / "first").items()
             ]
         )
         outcomes = {digest.name: _is_equal(digest, second_tensors) for digest in digests}

@@ -38,7 +38,7 @@ def read_scalars(path: Path) -> Iterator[tuple[int, str, float]]:
                 return
             try:
                 yield from _scalars(data[:length])
-            except (DamagedFileError, struct.error, UnicodeDecodeError) as error:
+            except (DamagedFileError, UnicodeDecodeError) as error:
                 raise DamagedFileError(f"a record is no event ({error})") from error
 
 
