@@ -65,7 +65,7 @@ def test_an_engine_in_the_place_of_a_lost_one_gets_weights_and_adapters(adapted_
     metrics = published(adapted_run)
     assert identity_of(adapted_run.services.engines._engines[0]).pid != old
     assert metrics["recovery/engines_replaced"] == 1
-    whole = adapted_run.services.actor.manifest(whole=True)
+    whole = adapted_run.services.actor.manifest(all_tensors=True)
     assert metrics["sync/bytes"] == sum(4 * prod(spec.shape) for spec in whole.tensors) > 4 * adapters
     assert metrics["sync/canary_max_gap"] < 1e-4
     assert published(adapted_run)["sync/bytes"] == adapters

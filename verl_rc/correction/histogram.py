@@ -79,13 +79,25 @@ def pareto_k(counts: Sequence[float]) -> float | None:
 def _generalised_pareto_shape(excesses: Sequence[float], counts: Sequence[float]) -> float:
     """Zhang and Stephens (2009), Technometrics 51: the mean of a profile likelihood on a grid, for ascending
     values."""
-    x, n = (torch.tensor(values, dtype=torch.float64) for values in (excesses, counts))
-    number = math.fsum(counts)
+    below = list(accumulate(counts))
+    number = below[-1]
     grid = 30 + int(math.sqrt(number))
-    quartile = x[torch.searchsorted(n.cumsum(dim=0), math.floor(number / 4 + 0.5))]
-    steps = torch.arange(1, grid + 1, dtype=torch.float64)
-    slopes = 1 / x[-1] + (1 - (grid / (steps - 0.5)).sqrt()) / (3 * quartile)
-    shapes = torch.log1p(-slopes[:, None] * x) @ n / number
-    likelihoods = number * ((-slopes / shapes).log() - shapes - 1)
-    slope = likelihoods.where(slopes * shapes < 0, -torch.inf).softmax(dim=0) @ slopes
-    return float(torch.log1p(-slope * x) @ n) / number
+    quartile = excesses[bisect_left(below, math.floor(number / 4 + 0.5))]
+    slopes = [
+        1 / excesses[-1] + (1 - math.sqrt(grid / (step - 0.5))) / (3 * quartile)
+        for step in range(1, grid + 1)
+    ]
+
+    def shape_of(slope: float) -> float:
+        return math.fsum(n * math.log1p(-slope * x) for x, n in zip(excesses, counts, strict=True)) / number
+
+    shapes = [shape_of(slope) for slope in slopes]
+    likelihoods = [
+        number * (math.log(-slope / shape) - shape - 1) if slope * shape < 0 else -math.inf
+        for slope, shape in zip(slopes, shapes, strict=True)
+    ]
+    best = max(likelihoods)
+    weights = [math.exp(likelihood - best) for likelihood in likelihoods]
+    return shape_of(
+        math.fsum(w * slope for w, slope in zip(weights, slopes, strict=True)) / math.fsum(weights)
+    )

@@ -182,7 +182,7 @@ def actor_coefficients(method: Method, rows: Rows, logits: torch.Tensor) -> torc
     corrected, _ = corrected_current(batch, train, method.correction, 0)
     actor = ActorConfig(ppo_micro_batch_size_per_gpu=1, clip_ratio_low=0.2, clip_ratio_high=0.2)
     totals = Aggregation("seq-mean-token-sum", float(mask.sum()) / count, 1.0, float(width))
-    current = TokenScores(train.clone().requires_grad_(), entropies=None)
+    current = TokenScores(train.clone().requires_grad_(), torch.zeros_like(train))
     objective = policy_objective(current, corrected, actor, method.correction, totals)
     return -torch.autograd.grad(objective.loss, current.log_probs)[0].double()
 

@@ -195,7 +195,8 @@ def train_on(
         return (type(error).__name__.encode(),)
     log_probs.requires_grad_()
     totals = Aggregation("token-mean", num_tokens=counts.num_tokens, num_sequences=counts.num_sequences)
-    loss = policy_objective(TokenScores(log_probs, None), batch, ACTOR, config, totals).loss
+    scores = TokenScores(log_probs, torch.zeros_like(log_probs))
+    loss = policy_objective(scores, batch, ACTOR, config, totals).loss
     loss.backward()
     assert log_probs.grad is not None
     assert torch.isfinite(log_probs.grad).all()
