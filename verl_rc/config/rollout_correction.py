@@ -121,8 +121,8 @@ class RolloutCorrectionConfig(PresetConstructors):
     """Off-policy sequence masking: tokens with a negative advantage are rejected in rows whose mean log-ratio
     rollout/train is above this many nats; null: none."""
     bypass_mode: bool = False
-    """Two policies instead of three: the rollout policy replaces the proximal policy, whose log-probs are not
-    computed."""
+    """Two policies instead of three: the rollout policy replaces the proximal policy, whose log-probs are
+    computed in exact mode alone, to be compared with the engine's."""
     proximal: Literal["recompute", "interpolate"] = "recompute"
     """The proximal policy's log-probs: recomputed by a forward pass before the step's updates, or, in
     asynchronous runs, interpolated in the actor between rollout and current log-probs, by the number of

@@ -64,7 +64,7 @@ FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "engines": (torch.int64, "B"),
     "scores": (torch.float32, "B"),
 }
-"""Dtype and shape of every field; a field has the same meaning in all records."""
+"""Dtype and shape of every field; a field has the same dtype and shape in all records."""
 COLUMNS = {"kept": "BK", "experts": "BE"}
 """Lists beside the response tokens: the field ``<name>_counts`` holds their lengths; ``<name>_ids``, of the
 shape given here, holds the integers of all lists of a row, concatenated."""
@@ -74,8 +74,8 @@ def _check(record: Any) -> None:
     """Raise ``ValueError`` naming the first field whose dtype or shape differs from ``FIELDS``; None is
     skipped.
 
-    The sizes B, P and R are those of the record's ``tokens`` if it has any, else those of the first field
-    with that dimension.
+    The sizes B and R are those of the record's ``tokens`` if it has any; all other sizes are those of the
+    first field with that dimension.
     """
     tokens = getattr(record, "tokens", None)
     sizes = {} if tokens is None else dict(zip("BR", tokens.responses.shape, strict=True))
@@ -222,7 +222,8 @@ class TrainBatch(TensorClass):
     response_mask: Tensor
     """bool ``[B, R]``: tokens the policy produced."""
     loss_mask: Tensor
-    """bool ``[B, R]``: ``response_mask`` and kept by rollout correction."""
+    """bool ``[B, R]``: tokens of ``response_mask`` that rollout correction keeps, that are not too old, and
+    whose kept set is recorded where the engine filters."""
     advantages: Tensor
     """float32 ``[B, R]``, 0 where ``response_mask`` is False."""
     proximal_log_probs: Tensor | None = None

@@ -1,4 +1,4 @@
-"""The constant parts of a run; ``RunState`` holds the parts that change."""
+"""The handles of a run, which stay the same objects; ``RunState`` holds what changes from step to step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""The stages of the training loop, one function each."""
+"""Stages of the training loop, one function each; those of samples and weights are methods of supply and
+publisher."""
 
 import json
 from pathlib import Path

@@ -155,8 +155,8 @@ class PolicyWorker(Learner):
     ) -> ActorReport:
         """One optimizer step per mini-batch, in their order.
 
-        Raises, before the weights change: ``SyncProofError`` and ``NonFiniteLogProbError`` (where the actor
-        corrects: the current log-probs are the first that can be compared with the engine's).
+        Raises, where the actor corrects, ``SyncProofError`` before the first of these steps, and
+        ``NonFiniteLogProbError`` before that of the mini-batch with such log-probs.
         """
         correction = (
             ActorCorrection(request, len(mini_batches), self._data_parallel)

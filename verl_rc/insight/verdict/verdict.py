@@ -30,7 +30,7 @@ class Verdict:
     progress: str
     """How far the run came, and how it ended."""
     statements: tuple[Statement, ...]
-    """At least one a topic, in the order learning, gap, correction, speed."""
+    """Those of each topic, in the order learning, gap, correction, speed."""
     do_first: tuple[str, ...]
     """At most three overrides, ready to paste."""
     checked: tuple[str, ...] = ()
