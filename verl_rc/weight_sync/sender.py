@@ -53,6 +53,15 @@ class WeightSource(Protocol):
         """Name and this rank's rows, float32, of each weight that training changes; collective."""
 
 
+def every_name(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters by all their names: a tied output head has the embedding's parameter under a second name.
+
+    An engine gets it under both. vLLM's reload gives the head a parameter of its own, and on a CPU the head
+    computes with a packed copy of it.
+    """
+    return model.named_parameters(remove_duplicate=False)
+
+
 class ModelWeights:
     """The parameters of a model, sharded or not."""
 
@@ -61,8 +70,8 @@ class ModelWeights:
         self._model = model
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter's name and full shape."""
-        return {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
+        """Every parameter's names and full shape."""
+        return {name: tuple(parameter.shape) for name, parameter in every_name(self._model)}
 
     def gather(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
         """Full parameters; collective over the trainer ranks."""

@@ -18,7 +18,7 @@ from verl_rc.distributed.fsdp import (
     without_memory,
 )
 from verl_rc.weight_sync.manifest import FACTORS
-from verl_rc.weight_sync.sender import ModelWeights, WeightSource
+from verl_rc.weight_sync.sender import ModelWeights, WeightSource, every_name
 
 _ADAPTER = "default"
 
@@ -84,7 +84,7 @@ class MergedWeights:
 
     def __init__(self, model: nn.Module, config: ModelConfig) -> None:
         """Find weights and adapters of ``model``, which ``add_adapters`` made."""
-        names = [name for name, _ in model.named_parameters()]
+        names = [name for name, _ in every_name(model)]
         self._model = model
         self._scale = config.lora_alpha / config.lora_rank
         self._weights = {_plain(name): name for name in names if ".lora_" not in name}

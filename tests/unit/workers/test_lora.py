@@ -14,6 +14,7 @@ from two_processes import free_port
 from verl_rc.config.models import ModelConfig
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.weight_sync.manifest import is_adapter
+from verl_rc.weight_sync.sender import every_name
 from verl_rc.weight_sync.survival import EngineRounding
 from verl_rc.workers.lora import MergedWeights, add_adapters, engine_weights, linear_weights
 from verl_rc.workers.policy_worker import PolicyWorker
@@ -80,7 +81,7 @@ def test_adapters_that_engines_would_not_get_are_refused(model_folder: Path) -> 
 def adapted(folder: Path, config: ModelConfig) -> tuple[Any, dict[str, Tensor], Tensor, Tensor]:
     """A model with adapters, the weights it had before, and the factors of one adapter."""
     plain = AutoModelForCausalLM.from_pretrained(folder)
-    before = {name: weight.detach().clone() for name, weight in plain.named_parameters()}
+    before = {name: weight.detach().clone() for name, weight in every_name(plain)}
     model = add_adapters(plain, config)
     first, second = torch.linspace(-1, 1, 64).view(2, 32), torch.linspace(0, 1, 96).view(48, 2)
     up = model.get_submodule("base_model.model.model.layers.1.mlp.up_proj")
@@ -88,6 +89,16 @@ def adapted(folder: Path, config: ModelConfig) -> tuple[Any, dict[str, Tensor], 
         up.lora_A.default.weight.copy_(first)  # type: ignore[union-attr]
         up.lora_B.default.weight.copy_(second)  # type: ignore[union-attr]
     return model, before, first, second
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora_rank": 2}, {"lora_rank": 2, "lora": {"merge": False}}], ids=str)
+def test_engines_get_a_tied_head_under_its_own_name(model_folder: Path, lora: dict[str, Any]) -> None:
+    config = ModelConfig.model_validate({"path": "m", "target_modules": ["q_proj"], **lora})
+    weights = engine_weights(add_adapters(AutoModelForCausalLM.from_pretrained(model_folder), config), config)
+    names = ["model.embed_tokens.weight", "lm_head.weight"]
+    assert set(names) <= weights.shapes().keys()
+    embedding, head = weights.gather(names, torch.float32)
+    assert torch.equal(embedding, head)
 
 
 def test_adapters_travel_beside_weights_that_stay_and_their_second_factors_have_the_scale(
