@@ -75,6 +75,9 @@ def build_model(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast)
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "dtype": torch.float32,
+        # Not transformers' 0.02: a tied head computes logits with the embedding, and of ones that small SFT
+        # makes a policy whose most likely answers are right and whose samples are not.
+        "initializer_range": 0.05,
     }
     if not options.experts:
         return Qwen2ForCausalLM(Qwen2Config(**shared))
@@ -111,8 +114,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tie_word_embeddings",
         action=argparse.BooleanOptionalAction,
-        default=False,
-        help="share input and output embeddings",
+        default=True,
+        help="share input and output embeddings, as most small models do",
     )
     parser.add_argument("--seed", type=int, default=1, help="seed of the weights")
     options = parser.parse_args(arguments)

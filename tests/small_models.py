@@ -12,7 +12,7 @@ from verl_rc.data.batches import TokenBatch, TrainBatch, positions_mask
 VOCABULARY = 29
 
 
-def small_model_config(vocabulary: int, **further: object) -> Qwen2Config:
+def small_model_config(vocabulary: int, tie_word_embeddings: bool = True, **further: object) -> Qwen2Config:
     """Two layers, grouped-query attention, 64 positions, random weights that are not tiny."""
     return Qwen2Config(
         vocab_size=vocabulary,
@@ -22,7 +22,7 @@ def small_model_config(vocabulary: int, **further: object) -> Qwen2Config:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tie_word_embeddings,
         initializer_range=0.3,
         **further,
     )

@@ -84,12 +84,11 @@ CASES = {
 
 def write_models(root: Path) -> None:
     torch.manual_seed(0)
-    Qwen2ForCausalLM(small_model_config(VOCABULARY)).save_pretrained(root / "plain")
-    tied = {**small_model_config(VOCABULARY).to_dict(), "tie_word_embeddings": True}
-    Qwen2ForCausalLM(Qwen2Config(**tied)).save_pretrained(
-        root / "tied", max_shard_size="20KB"
-    )  # in several files
-    Qwen2ForCausalLM(small_model_config(VOCABULARY)).bfloat16().save_pretrained(root / "bf16")
+    plain = small_model_config(VOCABULARY, tie_word_embeddings=False)
+    Qwen2ForCausalLM(plain).save_pretrained(root / "plain")
+    tied = small_model_config(VOCABULARY)
+    Qwen2ForCausalLM(tied).save_pretrained(root / "tied", max_shard_size="20KB")  # in several files
+    Qwen2ForCausalLM(plain).bfloat16().save_pretrained(root / "bf16")
     small_experts(Qwen3MoeForCausalLM, VOCABULARY).save_pretrained(root / "qwen3_moe")
     small_experts(Qwen2MoeForCausalLM, VOCABULARY).save_pretrained(root / "qwen2_moe")
     critic = Qwen2ForTokenClassification(small_model_config(VOCABULARY, num_labels=1))

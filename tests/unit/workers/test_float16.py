@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_checkpoints import whole
-from small_models import make_train_batch, small_run_config
+from small_models import make_train_batch, small_run_config, write_small_model
 from two_processes import free_port
 
 from verl_rc.data.batches import TrainBatch
@@ -27,8 +27,10 @@ Build = Callable[..., PolicyWorker]
 
 
 @pytest.fixture
-def build(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
+def build(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
     """Actors of one rank on a CPU that is taken to have products in float16."""
+    # Gradients of a tied model with weights this large overflow at the first scale.
+    model_folder = write_small_model(tmp_path_factory.mktemp("untied"), tie_word_embeddings=False)
     monkeypatch.setattr(float16, "float16_product_seconds", lambda: (1e-3, 1e-3))
     workers: list[PolicyWorker] = []
 

@@ -79,7 +79,7 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor])
 @pytest.mark.parametrize(
     "config",
     [
-        small_model_config(VOCABULARY),
+        small_model_config(VOCABULARY, tie_word_embeddings=False),
         Qwen2Config(**SIZES, tie_word_embeddings=True),
         GraniteConfig(**SIZES, logits_scaling=8.0),
         CohereConfig(**SIZES, logit_scale=0.25),
