@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.config.schema import public_values
 from verl_rc.correction.log_ratio import LogRatio, sequence_sum
 from verl_rc.correction.sequences import LogProbs
@@ -66,6 +67,7 @@ class TokenRecorder:
         self._folder = services.folder / FOLDER
         self._classes: dict[int, int] = {}
         """The class of each token id whose text is written."""
+        self._claim = FolderClaim(services.folder, "tokens")
         set_aside_later(self._folder, steps_done)
 
     def write(
@@ -81,6 +83,7 @@ class TokenRecorder:
         why = self._reason(step)
         if why is None:
             return
+        self._claim.require()
         with record.stage("token_records"):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_record(self._folder, self._record(samples, evaluations, scored, control, step, why))

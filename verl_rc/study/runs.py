@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import Lock
 
 from verl_rc.bench.results import commit
+from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.insight.run_folder import whole_lines
 from verl_rc.study.machine import described, refused, versions
 from verl_rc.study.study import ACCURACY, QUICKSTART, Study, Task
@@ -156,7 +157,8 @@ def run_all(
     """Run arms with seeds, one on each of ``cores`` at a time (None: a run on all of them).
 
     Every run is a line of ``results`` once it has ended, and is then given to ``require``; where that raises,
-    no further run begins. The trainer writes below ``folder``. Raises ``NotStartedError``.
+    no further run begins. The trainer writes below ``folder``, where a study runs once at a time. Raises
+    ``NotStartedError`` and ``FolderTakenError``.
     """
     results.parent.mkdir(parents=True, exist_ok=True)
     free, writing = list(cores), Lock()
@@ -203,7 +205,7 @@ def run_all(
             commit=commit() or "",
         )
 
-    with ThreadPoolExecutor(len(cores)) as pool:
+    with FolderClaim(folder / results.stem, "study"), ThreadPoolExecutor(len(cores)) as pool:
         try:
             with writing:
                 futures = [pool.submit(run, arm, seed) for arm, seed in todo]

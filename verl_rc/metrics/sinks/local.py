@@ -15,6 +15,8 @@ from typing import IO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from verl_rc.config.folder_owner import FolderClaim
+
 Cell = str | int | float | bool | None
 """One cell of a table."""
 
@@ -171,12 +173,13 @@ class JsonlSink(MetricSink):
     """
 
     def __init__(self, run_dir: Path, steps_done: int = 0) -> None:
-        """Files appear with their first line, ``run_dir`` with the first file.
+        """Files appear with their first line. The run's folder belongs to this process until ``close``.
 
         ``steps_done``: steps that the run goes on after, 0 for a new one. Lines of later steps, which it
         repeats, move to ``<name>.replaced.jsonl``.
         """
         self._run_dir = run_dir
+        self._claim = FolderClaim(run_dir, "metrics")
         self._files: dict[str, IO[str]] = {}
         self._edges: dict[str, tuple[float, ...]] = {}
         for path in [run_dir / name for name in _FILES] + sorted(run_dir.glob("tables/*.jsonl")):
@@ -225,8 +228,10 @@ class JsonlSink(MetricSink):
         for file in self._files.values():
             file.close()
         self._files.clear()
+        self._claim.release()
 
     def _append(self, relative_path: str, record: Record) -> None:
+        self._claim.require()
         if relative_path not in self._files:
             path = self._run_dir / relative_path
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from verl_rc.config.folder_owner import FolderLostError, FolderTakenError
 from verl_rc.metrics.sinks import AlertCause, ConsoleSink, JsonlSink
 from verl_rc.metrics.trace import TRACE_FILE
 
@@ -224,6 +225,29 @@ def test_a_crash_in_the_middle_of_it_loses_no_line(tmp_path, monkeypatch):
     assert runs_by_step(tmp_path / "metrics.jsonl") == [(0, 1), (1, 1), (2, 1)]
     JsonlSink(tmp_path, steps_done=1)
     assert runs_by_step(tmp_path / "metrics.jsonl") == [(0, 1), (1, 1)]
+
+
+def test_a_folder_has_one_open_sink(tmp_path):
+    first = JsonlSink(tmp_path)
+    first.log({"a": 1.0}, step=1)
+    with pytest.raises(FolderTakenError):
+        JsonlSink(tmp_path)
+    first.log({"a": 2.0}, step=2)
+    first.close()
+    JsonlSink(tmp_path, steps_done=2).close()
+    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert not (tmp_path / "owner.json").exists()
+
+
+def test_a_sink_that_has_lost_its_folder_writes_nothing(tmp_path):
+    sink = JsonlSink(tmp_path)
+    sink.log({"a": 1.0}, step=1)
+    (tmp_path / "owner.json").write_text("of another run")
+    with pytest.raises(FolderLostError):
+        sink.log({"a": 2.0}, step=2)
+    sink.close()
+    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1]
+    assert (tmp_path / "owner.json").read_text() == "of another run"
 
 
 def test_only_the_first_line_that_does_not_fit_reports_a_full_disk(tmp_path):
