@@ -22,6 +22,7 @@ from verl_rc.data.token_parquet import set_aside_later, thin_out, write_record
 from verl_rc.data.token_record import FOLDER, PIECES, Array, TokenRecord, class_of
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.metrics.json_lines import set_aside
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.train_batch import ScoredStep
 from verl_rc.rollout.sampling import request_seed
@@ -69,6 +70,7 @@ class TokenRecorder:
         """The class of each token id whose text is written."""
         self._claim = FolderClaim(services.folder, "tokens")
         set_aside_later(self._folder, steps_done)
+        set_aside(self._folder / PIECES)
 
     def write(
         self,

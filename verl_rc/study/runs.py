@@ -17,7 +17,7 @@ from threading import Lock
 
 from verl_rc.bench.results import commit
 from verl_rc.config.folder_owner import FolderClaim
-from verl_rc.insight.run_folder import whole_lines
+from verl_rc.insight.run_folder import whole_lines, whole_records
 from verl_rc.study.machine import described, refused, versions
 from verl_rc.study.study import ACCURACY, QUICKSTART, Study, Task
 
@@ -111,8 +111,8 @@ def known_runs(results: Path, study: Study) -> dict[tuple[str, int], Run]:
 
 def read_runs(results: Path) -> Iterator[Run]:
     """Every run in the file ``results``; none where there is no file."""
-    for _, line in whole_lines(results) if results.is_file() else ():
-        yield Run(**json.loads(line))
+    for record in whole_records(results):
+        yield Run(**record)
 
 
 def the_same(study: Study, files: Iterable[Path]) -> dict[tuple[str, int], Run]:
@@ -246,8 +246,7 @@ def curves_of(metrics: Path, interval: int = 1) -> dict[str, list[tuple[int, flo
     """Step and value of each of ``CURVES`` that the file ``metrics.jsonl`` of a run has, one of ``interval``
     steps; nothing without the file."""
     curves: dict[str, list[tuple[int, float]]] = {}
-    for _, text in whole_lines(metrics) if metrics.is_file() else ():
-        line = json.loads(text)
+    for line in whole_records(metrics):
         for name in CURVES:
             if line["step"] % interval == 0 and isinstance(line.get(name), int | float):
                 curves.setdefault(name, []).append((line["step"], float(f"{line[name]:.5g}")))

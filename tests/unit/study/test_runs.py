@@ -22,6 +22,7 @@ from verl_rc.study.runs import (
     known_runs,
     missing,
     prepare,
+    read_runs,
     run_all,
     run_in,
 )
@@ -108,6 +109,19 @@ def test_a_study_that_runs_already_is_not_run_beside_itself(tmp_path: Path) -> N
     with pytest.raises(FolderTakenError):
         list(run_all(STUDY, missing(STUDY, {}), tmp_path, tmp_path / "s.jsonl", lambda *_: 1))
     assert len(list(runs)) == len(known_runs(tmp_path / "s.jsonl", STUDY)) - 1 == 3
+
+
+def test_a_damaged_line_of_results_is_named_and_half_a_last_line_is_left_out(tmp_path: Path) -> None:
+    finish(tmp_path, Trainer(), "b")
+    results = tmp_path / "s.jsonl"
+    whole, runs = results.read_bytes(), list(read_runs(results))
+    first = whole[: whole.index(b"\n") + 1]
+    results.write_bytes(whole + first + first[:-20] + "é".encode()[:1])
+    assert list(read_runs(results)) == [*runs, runs[0]]
+    results.write_bytes(whole + b"\0\0\n" + whole)
+    number = whole.count(b"\n") + 1
+    with pytest.raises(ValueError, match=rf"s\.jsonl, line {number} must be a JSON object"):
+        known_runs(results, STUDY)
 
 
 def test_a_run_that_did_not_start_is_no_result(tmp_path: Path) -> None:

@@ -193,6 +193,30 @@ def test_the_documents_name_the_files_of_a_run_as_they_are_written(tmp_path):
     assert {name for name in written if ".replaced." not in name} <= named
 
 
+FILES = ("metrics.jsonl", "histograms.jsonl", "alerts.jsonl", "tables/val-generations.jsonl")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("tail", ["é".encode()[:1], b'{"step": 1, "text": "\\ud8', b"\0" * 100])
+def test_a_run_goes_on_behind_half_a_line_of_any_file(tmp_path, name, tail):
+    (tmp_path / "tables").mkdir()
+    (tmp_path / name).write_bytes(b'{"step": 1, "text": "whole"}\n' + tail)
+    sink = JsonlSink(tmp_path, steps_done=1)
+    sink.log({"a": 2.0}, step=2)
+    sink.log_histogram("h", [0.0, 1.0], [1], step=2)
+    sink.alert("title", "text", step=2)
+    sink.log_table("val/generations", ["text"], [["é"]], step=2)
+    sink.close()
+    assert [line["step"] for line in read(tmp_path / name)] == [1, 2]
+
+
+def test_half_a_surrogate_pair_in_a_table_is_written_as_json_writes_it(tmp_path):
+    JsonlSink(tmp_path).log_table("t", ["text"], [["é\ud83d"]], step=1)
+    written = (tmp_path / "tables" / "t.jsonl").read_text(encoding="utf-8")
+    assert written == '{"step": 1, "text": "é\\ud83d"}\n'
+    assert read(tmp_path / "tables" / "t.jsonl") == [{"step": 1, "text": "é\ud83d"}]
+
+
 def test_a_validation_of_a_finished_step_joins_its_line(tmp_path):
     write_run(tmp_path, [0, 1, 2], run=1)
     write_run(tmp_path, [2], run=2, steps_done=2)  # trainer.val_only
