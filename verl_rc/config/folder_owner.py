@@ -18,9 +18,9 @@ import weakref
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
 
 from pydantic import TypeAdapter
+from typing_extensions import Self
 
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.processes import process_status
