@@ -1,16 +1,27 @@
 """``python -m verl_rc.main_ppo key=value …``: train a policy with PPO and rollout correction."""
 
 import sys
+from contextlib import ExitStack
+from pathlib import Path
 
+from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.config.load import run_with_config
+from verl_rc.config.paths import output_folders
 from verl_rc.config.run import RunConfig
 from verl_rc.distributed.child_process import importing
 from verl_rc.driver.log import log, log_to_stdout
 
 
 def train(config: RunConfig) -> None:
-    """Hand a valid configuration over."""
+    """Hand a valid configuration over, once its folders belong to this process."""
     log_to_stdout()
+    with ExitStack() as owned:
+        for key, folder in output_folders(config).items():
+            owned.enter_context(FolderClaim(Path(folder), f"run by {key}", key))
+        _train(config)
+
+
+def _train(config: RunConfig) -> None:
     log("loading ray and torch, starting Ray …")
     with importing():
         # ray loads only once the configuration is valid

@@ -1,10 +1,12 @@
 """``python -m verl_rc.main_sft key=value …``: supervised warm start on worked examples."""
 
 import os
+from pathlib import Path
 
 from rich.console import Console
 
 from verl_rc.config.errors import ConfigError
+from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.config.load import run_with_config
 from verl_rc.config.paths import folder_problem
 from verl_rc.config.sft import SftConfig
@@ -14,11 +16,17 @@ from verl_rc.distributed.child_process import importing
 def train(config: SftConfig) -> None:
     """Load what the configuration names, train, and say where the model is.
 
-    Raises ``ConfigError`` when the model or the data cannot be used, the model could not be written, or its
-    loss stops being a number.
+    Raises ``ConfigError`` when the model or the data cannot be used, the model could not be written, another
+    run writes to its folder, or its loss stops being a number.
     """
-    if problem := folder_problem("trainer.output_dir", config.trainer.output_dir):
+    key, folder = "trainer.output_dir", config.trainer.output_dir
+    if problem := folder_problem(key, folder):
         raise ConfigError(problem)
+    with FolderClaim(Path(folder), "run", key):
+        _train(config)
+
+
+def _train(config: SftConfig) -> None:
     # Threads that spin while they wait cost tenfold when another process needs the core; read when torch
     # loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -15,6 +15,7 @@ from evidence.studies import STUDIES
 from evidence.study import Study, quick
 from evidence.tables import FALL, draw, headline, minutes_of, section
 
+from verl_rc.config.folder_owner import FolderTakenError
 from verl_rc.study.machine import cores_of
 from verl_rc.study.runs import (
     ROOT,
@@ -114,7 +115,7 @@ def main() -> int:
         elif options.name != "page":
             run_missing(STUDIES[options.name], RESULTS / f"{options.name}.jsonl", options)
         write_page()
-    except (MixedResultsError, NotStartedError) as error:
+    except (FolderTakenError, MixedResultsError, NotStartedError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0

@@ -26,7 +26,7 @@ from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.data.token_parquet import read_record, record_files
 from verl_rc.data.token_record import FOLDER
-from verl_rc.insight.run_folder import whole_lines
+from verl_rc.insight.run_folder import whole_records
 from verl_rc.insight.what_if import read_batch
 from verl_rc.study.runs import folder_of, missing
 from verl_rc.study.study import ROLLOUT
@@ -289,7 +289,7 @@ def write_lines(path: Path, lines: Sequence[Compared]) -> None:
 
 def read_lines(path: Path) -> list[Compared]:
     """What ``write_lines`` wrote; nothing without the file."""
-    return [Compared(**json.loads(line)) for _, line in whole_lines(path)] if path.is_file() else []
+    return [Compared(**record) for record in whole_records(path)]
 
 
 def section(lines: Sequence[Compared]) -> list[str]:

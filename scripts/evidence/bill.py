@@ -17,7 +17,7 @@ import numpy as np
 from evidence.studies import CORRECTIONS
 from numpy.typing import NDArray
 
-from verl_rc.insight.run_folder import whole_lines
+from verl_rc.insight.run_folder import whole_records
 from verl_rc.insight.what_if import NoRecordsError, read_batch, tried_configs, try_presets
 from verl_rc.study.runs import Run, folder_of
 
@@ -72,7 +72,7 @@ def write_bills(path: Path, bills: Sequence[Bill]) -> None:
 
 def read_bills(path: Path) -> list[Bill]:
     """What ``write_bills`` wrote; nothing without the file."""
-    return [Bill(**json.loads(line)) for _, line in whole_lines(path)] if path.is_file() else []
+    return [Bill(**record) for record in whole_records(path)]
 
 
 def _ranks(sample: Sequence[float]) -> NDArray[np.float64]:

@@ -64,7 +64,7 @@ def test_a_full_disk_costs_the_steps_since_the_last_checkpoint(
     os.truncate(shard, shard.stat().st_size - 1)
     resumed = train([*overrides, *of_folder(run), own])
     assert resumed.returncode == 0, resumed.stderr[-3000:]
-    assert "__0_0.distcp must have at least" in resumed.stdout
+    assert "__0_0.distcp must have" in resumed.stdout
     assert f"falling back to {run / 'global_step_1'}" in resumed.stdout
     assert differences(whole_run, run, 6) == []
     shutil.rmtree(run)

@@ -327,4 +327,4 @@ def test_whole_tensors_without_a_group(folder: Path, found: list[dict[str, Any]]
 def test_shards_of_two_ranks_are_whole(folder: Path) -> None:
     assert shards_problem(folder / "saved_by_2") is None
     (shard := folder / "saved_by_2" / "__1_0.distcp").write_bytes(shard.read_bytes()[:-1])
-    assert "__1_0.distcp must have at least" in str(shards_problem(folder / "saved_by_2"))
+    assert "__1_0.distcp must have" in str(shards_problem(folder / "saved_by_2"))

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from verl_rc import main_sft
+from verl_rc.config.folder_owner import FolderClaim
 
 
 def run(monkeypatch, capsys, *overrides):
@@ -43,3 +44,11 @@ def test_mistakes_end_with_2_and_a_message(overrides, message, monkeypatch, caps
     assert code == 2
     assert message in written
     assert "Traceback" not in written
+
+
+def test_a_folder_of_another_run_ends_with_2(monkeypatch, capsys, tmp_path):
+    folder = tmp_path / "model"
+    with FolderClaim(folder, "run"):
+        status, said = run(monkeypatch, capsys, *GIVEN, "model.path=m", f"trainer.output_dir={folder}")
+    assert status == 2
+    assert "trainer.output_dir=<folder>" in said

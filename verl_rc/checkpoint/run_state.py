@@ -10,6 +10,7 @@ import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from verl_rc import __version__
+from verl_rc.checkpoint.checksums import FileSum, require_whole, write_checksums
 from verl_rc.checkpoint.saved_files import read_json, read_tensors
 from verl_rc.checkpoint.store import CheckpointError
 from verl_rc.config.schema import leaves_of
@@ -64,7 +65,7 @@ class SupplyState:
         return len(self.groups.get("groups", ()))
 
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 """Format of the run state, increased when its fields or their meaning change; no other format is read."""
 RUN_STATE_FILE = "run_state.json"
 LOADER_FILE = "data.pt"
@@ -142,7 +143,7 @@ class SavedRun:
 
     def save(self, folder: Path) -> None:
         """Write ``run_state.json``, ``data.pt`` and, if groups are in flight or waiting, ``groups.pt`` into
-        ``folder``.
+        ``folder``, and their checksums.
 
         Raises ``ValueError`` for values that JSON cannot hold, ``CheckpointError`` or ``OSError`` when
         writing fails.
@@ -166,12 +167,13 @@ class SavedRun:
             "config": self.config,
         }
         (folder / RUN_STATE_FILE).write_text(json.dumps(plain, indent=2, allow_nan=False) + "\n")
+        write_checksums(folder, {name: FileSum.of(folder / name) for name in (RUN_STATE_FILE, *tensors)})
 
     @classmethod
     def load(cls, folder: Path) -> "SavedRun":
         """Read what ``save`` wrote.
 
-        Raises ``CheckpointError`` for a missing or broken folder or file, and for one of another format.
+        Raises ``CheckpointError`` for a missing folder, a missing or changed file, and one of another format.
         """
         if not folder.is_dir():
             raise CheckpointError(
@@ -202,6 +204,7 @@ class SavedRun:
             raise CheckpointError(
                 f"{path} must hold the state of a run, but: {_in_one_line(error)}. Use another checkpoint."
             ) from error
+        require_whole(folder)
         state.prompts = read_tensors(folder / LOADER_FILE, "a loader's state")
         if state.supply is not None:
             groups = read_tensors(folder / GROUPS_FILE, "groups in flight")

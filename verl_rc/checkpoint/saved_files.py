@@ -14,7 +14,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         plain = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise _missing(path) from None
+        raise missing(path) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} must be a JSON file, but reading it gave: {error}. Use another checkpoint."
@@ -32,11 +32,10 @@ def read_tensors(path: Path, contents: str) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise _missing(path) from None
+        raise missing(path) from None
     except Exception as error:  # a broken pickle can raise anything
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise CheckpointError(
-            f"{path} must hold {contents}, but reading it gave {reason}. Use another checkpoint."
+            f"{path} must hold {contents}, but reading it gave {in_one_line(error)}. Use another checkpoint."
         ) from error
     if not isinstance(state, dict):
         raise CheckpointError(
@@ -45,7 +44,16 @@ def read_tensors(path: Path, contents: str) -> dict[str, Any]:
     return state
 
 
-def _missing(path: Path) -> CheckpointError:
+def in_one_line(error: BaseException) -> str:
+    """Type and first line of an error, without torch's advice to load what it refuses."""
+    said = str(error).partition("\n")[0]
+    if "weights_only" in said:
+        said = "it holds something else than tensors, or is damaged"
+    return f"{type(error).__name__}: {said}"
+
+
+def missing(path: Path) -> CheckpointError:
+    """The error for a file that is not there."""
     return CheckpointError(
         f"a checkpoint must hold {path.name}, but {path} is missing. Use another checkpoint."
     )

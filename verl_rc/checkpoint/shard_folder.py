@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from verl_rc.checkpoint.saved_files import read_json
+from verl_rc.checkpoint.checksums import FileSum, SummingFileSystem, require_whole
+from verl_rc.checkpoint.saved_files import in_one_line, read_json
 from verl_rc.checkpoint.store import CheckpointError
 
 _ALLOWED = {
@@ -124,9 +125,8 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         return SafeReader(folder).read_metadata()
     except Exception as error:  # a broken pickle can raise anything
-        reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(
-            f"{folder} must hold readable shards, but {reason}. Use another checkpoint."
+            f"{folder} must hold readable shards, but {in_one_line(error)}. Use another checkpoint."
         ) from error
 
 
@@ -140,23 +140,21 @@ def saved_tensors(metadata: Metadata, prefix: str) -> dict[str, TensorStorageMet
 
 
 def shards_problem(folder: Path) -> str | None:
-    """The reason why the shards in ``folder`` cannot be read (missing, broken or too short), or None; reads
-    no tensor."""
+    """The reason why the shards in ``folder`` cannot be read (missing, or not as they were written), or None;
+    builds no tensor."""
     try:
-        ShardHeader.read(folder)
-        metadata = read_metadata(folder)
+        _read_description(folder)
     except CheckpointError as error:
         return str(error)
-    ends: dict[str, int] = {}
-    for place in (metadata.storage_data or {}).values():
-        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    for name, end in sorted(ends.items()):
-        path = folder / name
-        if not path.is_file():
-            return f"{path} is missing"
-        if path.stat().st_size < end:
-            return f"{path} must have at least {end} bytes, got {path.stat().st_size}"
     return None
+
+
+def _read_description(folder: Path) -> Metadata:
+    """What the whole shards in ``folder`` hold. Raises ``CheckpointError``."""
+    ShardHeader.read(folder)
+    metadata = read_metadata(folder)
+    require_whole(folder)
+    return metadata
 
 
 def load_full_state_dict(folder: Path) -> dict[str, Tensor]:
@@ -165,8 +163,7 @@ def load_full_state_dict(folder: Path) -> dict[str, Tensor]:
     A tensor that several modules share appears once, under its first name; frozen ones only if they were
     saved. Raises ``CheckpointError`` when the folder cannot be read.
     """
-    ShardHeader.read(folder)
-    saved = saved_tensors(read_metadata(folder), MODEL)
+    saved = saved_tensors(_read_description(folder), MODEL)
     tensors = {
         f"{MODEL}{name}": torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in saved.items()
@@ -175,16 +172,21 @@ def load_full_state_dict(folder: Path) -> dict[str, Tensor]:
     return {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
 
 
-def write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Write ``tensors`` into ``folder``; a collective when a process group exists. Raises
-    ``CheckpointError``.
+def write_tensors(
+    folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None
+) -> dict[str, FileSum]:
+    """Write ``tensors`` into ``folder``; a collective when a process group exists. Returns the sums of the
+    files that this rank wrote. Raises ``CheckpointError``.
 
     The data is synced to disk on return. The file ``.metadata`` is written last, after the tensors of all
     ranks.
     """
     alone = not dist.is_initialized()
+    writer = dcp.FileSystemWriter(folder)
+    writer.fs = files = SummingFileSystem()
     with _one_line_per_failure(f"writing the shards in {folder}", alone):
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=group, no_dist=alone)
+        dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=alone)
+    return files.sums
 
 
 def read_tensors(folder: Path, tensors: dict[str, Tensor], collective: bool) -> None:
@@ -210,8 +212,7 @@ def _one_line_per_failure(doing: str, alone: bool) -> Iterator[None]:
             yield
     except dcp.CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        reason = str(cause).partition("\n")[0]
         raise CheckpointError(
             f"{doing} must succeed on every rank, but {len(error.failures)} failed, first rank {rank} with "
-            f"{type(cause).__name__}: {reason}. Check the disk, or use another checkpoint."
+            f"{in_one_line(cause)}. Check the disk, or use another checkpoint."
         ) from error

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from verl_rc.checkpoint import saved_files
+from verl_rc.checkpoint.checksums import FileSum, write_checksums
 from verl_rc.checkpoint.shard_folder import (
     HEADER_FILE,
     MODEL,
@@ -34,6 +35,8 @@ from verl_rc.checkpoint.shard_folder import (
 )
 from verl_rc.checkpoint.store import CheckpointError, sync
 from verl_rc.config.errors import listed
+
+Value = TypeVar("Value")
 
 
 def optimized_names(tensors: Mapping[str, Tensor], optimizer: Optimizer) -> list[str]:
@@ -173,8 +176,8 @@ def collect_shards(
 
 
 def write_shards(folder: Path, shards: Shards, group: dist.ProcessGroup | None = None) -> None:
-    """Write the shards of every rank and sync them to disk; a collective of ``group`` (None: the default
-    group).
+    """Write the shards of every rank, and last their checksums, and sync them to disk; a collective of
+    ``group`` (None: the default group).
 
     Raises ``CheckpointError`` on every rank when one cannot write, or when ``folder`` holds shards already.
     """
@@ -185,7 +188,15 @@ def write_shards(folder: Path, shards: Shards, group: dist.ProcessGroup | None =
             sync(folder / HEADER_FILE)
         torch.save(shards.random_state, _random_file(folder))
         sync(_random_file(folder))
-    write_tensors(folder, shards.tensors, group)
+    sums = write_tensors(folder, shards.tensors, group)
+    with _raise_on_all_ranks(group):
+        sums[_random_file(folder).name] = FileSum.of(_random_file(folder))
+        if _rank() == 0:
+            sums[HEADER_FILE] = FileSum.of(folder / HEADER_FILE)
+    all_sums = _of_ranks(sums, group)
+    with _raise_on_all_ranks(group):
+        if _rank() == 0:
+            write_checksums(folder, {name: found for part in all_sums for name, found in part.items()})
 
 
 def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -277,11 +288,16 @@ def _raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None
 
 def _problems_of_ranks(problem: str | None, group: dist.ProcessGroup | None) -> str:
     """The problems of all ranks, each once; empty when none has any. Collective."""
-    problems = [problem]
+    return " ".join(sorted({text for text in _of_ranks(problem, group) if text is not None}))
+
+
+def _of_ranks(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
+    """The values of all ranks. Collective."""
+    values = [value]
     if dist.is_initialized():
-        problems *= dist.get_world_size()
-        dist.all_gather_object(problems, problem, group=group)
-    return " ".join(sorted({text for text in problems if text is not None}))
+        values *= dist.get_world_size()
+        dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def _rank() -> int:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from verl_rc.config.folder_owner import FolderClaim
+
 
 class CheckpointError(ValueError):
     """A failure to write, read or use a checkpoint; the message says what must hold, what was found and what
@@ -53,9 +55,13 @@ class CheckpointStore:
         self._keep = keep
         self.begun: int | None = None
         """Step of the checkpoint in progress, begun but not committed; None without one."""
+        self._claim: FolderClaim | None = None
 
     def begin(self, step: int) -> Path:
-        """Create an empty folder for the checkpoint of ``step``, after removing leftovers of a crash."""
+        """Create an empty folder for the checkpoint of ``step``, after removing leftovers of a crash.
+
+        The run's folder belongs to this process until the commit.
+        """
         self._finish_interrupted_commit()
         partial = self._folder(step, _PARTIAL)
         partial.mkdir(parents=True)
@@ -75,6 +81,7 @@ class CheckpointStore:
             )
         if _commit_number(partial):
             return
+        self._own()
         for path in partial.iterdir():
             sync(path)
         (partial / COMMIT_NUMBER_FILE).write_text(
@@ -89,6 +96,7 @@ class CheckpointStore:
         The files reach the disk before the folder gets its name, and older checkpoints go last. Raises
         ``CheckpointError`` when ``begin`` was not called.
         """
+        self._own()
         partial, final = self._folder(step, _PARTIAL), self._folder(step)
         sync_tree(partial)
         self.seal(step)
@@ -101,7 +109,20 @@ class CheckpointStore:
         self._write_latest(step)
         shutil.rmtree(replaced, ignore_errors=True)
         self._delete_old()
+        self.close()
         return final
+
+    def close(self) -> None:
+        """Give the run's folder up; a checkpoint in progress is left to the next run."""
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
+
+    def _own(self) -> None:
+        """Own the run's folder before a change. Raises ``FolderTakenError`` or ``FolderLostError``."""
+        if self._claim is None:
+            self._claim = FolderClaim(self.run_folder, "checkpoints")
+        self._claim.require()
 
     def newest_first(self) -> list[Path]:
         """Complete checkpoints, the last committed first."""
@@ -122,14 +143,18 @@ class CheckpointStore:
 
         ``mode`` is ``trainer.resume_mode``, ``path`` is ``trainer.resume_from_path``; ``is_readable`` returns
         None for a checkpoint that can be read, else the reason why not. Raises ``CheckpointError`` when
-        checkpoints were asked for or found and none can be read: a run must not silently start from scratch.
+        checkpoints were asked for or found and none can be read: a run must not silently start from scratch;
+        ``FolderTakenError`` when another run lives in the folder.
         """
         if mode == "disable":
             return None, []
         if mode == "resume_path":
             return _given_checkpoint(path, is_readable), []
-        self._commit_sealed(is_readable)
-        self._finish_interrupted_commit()
+        try:
+            self._commit_sealed(is_readable)
+            self._finish_interrupted_commit()
+        finally:
+            self.close()
         reasons: list[tuple[Path, str]] = []
         for folder in self.newest_first():
             reason = is_readable(folder)
@@ -177,6 +202,7 @@ class CheckpointStore:
     def _finish_interrupted_commit(self) -> None:
         """Restore the name of a checkpoint that was moved aside unless its successor has it; delete other
         leftovers."""
+        self._own()
         for replaced in self.run_folder.glob(f"global_step_*{_REPLACED}"):
             final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
             if not final.exists():

@@ -20,6 +20,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from verl_rc.config.processes import process_status
+
 _STABLE_SECONDS = 0.2
 """A stack dump that has not grown for this time is complete."""
 _DUMP_SECONDS = 3.0
@@ -65,14 +67,14 @@ def register_stack_dump(node_id: str) -> ProcessIdentity:
     file = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the process lives: faulthandler keeps it)
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
     pid = os.getpid()
-    status = _status(pid)
+    status = process_status(pid)
     assert status is not None
     return ProcessIdentity(node_id, pid, status[1], f"/proc/{pid}/fd/{file.fileno()}")
 
 
 def inspect_process(identity: ProcessIdentity) -> ProcessState:
     """Inspect a process of this node."""
-    status = _status(identity.pid)
+    status = process_status(identity.pid)
     if status is None or status[1] != identity.started:
         return ProcessState(_STATES["Z"])
     if status[0] in "TtZX":
@@ -88,7 +90,7 @@ def inspect_process(identity: ProcessIdentity) -> ProcessState:
 
 def kill(identity: ProcessIdentity) -> None:
     """Kill a process of this node, even one that is stopped."""
-    status = _status(identity.pid)
+    status = process_status(identity.pid)
     if status is not None and status[1] == identity.started:
         with suppress(ProcessLookupError):  # it has ended since
             os.kill(identity.pid, signal.SIGKILL)
@@ -107,16 +109,6 @@ def _dumped(identity: ProcessIdentity) -> str:
     with path.open("rb") as file:
         file.seek(start)
         return file.read().decode(errors="replace").strip()
-
-
-def _status(pid: int) -> tuple[str, int] | None:
-    """State letter and start time of a process; None when there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
-    return fields[0], int(fields[19])
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')

@@ -32,15 +32,26 @@ def first_existing(folder: Path) -> Path:
     )  # Path.exists raises without permission
 
 
-def folder_problem(key: str, folder: str | None) -> str | None:
+def folder_problem(key: str, folder: str) -> str | None:
     """The error message for an output folder that cannot be used; None when it can."""
-    reason = None if folder is None else why_unwritable(Path(folder))
+    reason = why_unwritable(Path(folder))
     if reason is None:
         return None
     return (
         f"{key} must be a folder that can be written to, got {folder!r} ({reason}). Pass another one: "
         f"{key}=<folder>."
     )
+
+
+def output_folders(config: RunConfig) -> dict[str, str]:
+    """The folders that a run writes to, by key."""
+    trainer = config.trainer
+    folders = {
+        "trainer.default_local_dir": trainer.default_local_dir,
+        "trainer.rollout_data_dir": trainer.rollout_data_dir,
+        "trainer.validation_data_dir": trainer.validation_data_dir,
+    }
+    return {key: folder for key, folder in folders.items() if folder is not None}
 
 
 def output_folder(text: str) -> Path:
@@ -77,13 +88,9 @@ def check_files(config: RunConfig) -> None:
         for path, key in first_keys.items()
         if not _may_be_a_model(path)
     ]
-    trainer = config.trainer
-    folders = {
-        "trainer.default_local_dir": trainer.default_local_dir,
-        "trainer.rollout_data_dir": trainer.rollout_data_dir,
-        "trainer.validation_data_dir": trainer.validation_data_dir,
-    }
-    problems += [problem for key, folder in folders.items() if (problem := folder_problem(key, folder))]
+    problems += [
+        problem for key, folder in output_folders(config).items() if (problem := folder_problem(key, folder))
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
 

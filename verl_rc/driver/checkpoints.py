@@ -19,7 +19,7 @@ from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import public_values
 from verl_rc.distributed.child_process import RemoteError
-from verl_rc.driver.log import log
+from verl_rc.driver.log import log, log_wait
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 
@@ -58,15 +58,17 @@ def choose(config: RunConfig, run_folder: Path) -> tuple[CheckpointStore, Path |
 
 
 def _problem(folder: Path, needs_critic: bool) -> str | None:
-    """Why a checkpoint cannot be used, if it cannot."""
-    try:
-        SavedRun.load(folder)
-    except CheckpointError as error:
-        return str(error)
-    problem = shards_problem(folder / "actor")
-    if problem is None and needs_critic:
-        problem = shards_problem(folder / "critic")
-    return problem
+    """Why a checkpoint cannot be used, if it cannot. Reads all of it: a rank that loads it would not notice
+    every damage, and when it does, it is too late for another one."""
+    with log_wait(f"the checksums of {folder}"):
+        try:
+            SavedRun.load(folder)
+        except CheckpointError as error:
+            return str(error)
+        problem = shards_problem(folder / "actor")
+        if problem is None and needs_critic:
+            problem = shards_problem(folder / "critic")
+        return problem
 
 
 def write(services: Services, state: RunState, record: StepRecord) -> None:

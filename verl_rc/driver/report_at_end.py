@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from verl_rc.config.errors import ConfigError
+from verl_rc.config.folder_owner import FolderClaim, FolderLostError, FolderTakenError
 from verl_rc.config.run import TrainerConfig
 from verl_rc.driver.log import log
 from verl_rc.metrics.run_files import ENDING, REPORT
@@ -64,7 +65,8 @@ def report_at_end(trainer: TrainerConfig) -> Iterator[EndOfRun]:
     finally:
         verdict = None
         if trainer.report == "at_end" and folder.is_dir():
-            verdict = _write_report(folder, status, reason)
+            with suppress(FolderTakenError, FolderLostError), FolderClaim(folder, "ending"):
+                verdict = _write_report(folder, status, reason)
         if end.experiment is not None:
             _publish(end.experiment, folder, verdict, trainer.wandb_text, status)
 

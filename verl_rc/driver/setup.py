@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def open_run(
     store, resumed, state = checkpoints.choose(config, folder)
     _check_objective(config)
     _write_plan_of_run(config, folder)
-    with ExitStack() as stack:
+    with closing(store), ExitStack() as stack:
         stack.callback(ray.shutdown)
         with log_wait("Ray"):
             ray_started.result()

@@ -9,6 +9,7 @@ import torch
 
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.remote import WhileWaiting
+from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TrainBatch
 from verl_rc.data.optimizer_step import OptimizerStep
 from verl_rc.data.samples import Samples
@@ -239,11 +240,11 @@ def write_samples(folder: str, samples: Samples, step: int) -> None:
     """``<folder>/<step>.jsonl``: input, output, ground truth, score and the reward's extras of every
     sample."""
     path = Path(folder) / f"{step}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
     rows = zip(samples.rows, samples.texts, samples.scores.tolist(), strict=True)
-    with path.open(
-        "w", encoding="utf-8", errors="backslashreplace"
-    ) as file:  # JSON's own way to write half a surrogate pair
+    with (
+        FolderClaim(path.parent, "samples"),
+        path.open("w", encoding="utf-8", errors="backslashreplace") as file,
+    ):  # JSON's own way to write half a surrogate pair
         for index, (row, text, value) in enumerate(rows):
             extras = {name: column[index] for name, column in samples.extras.items()}
             sample = {

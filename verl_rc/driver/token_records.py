@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.config.schema import public_values
 from verl_rc.correction.log_ratio import LogRatio, sequence_sum
 from verl_rc.correction.sequences import LogProbs
@@ -21,6 +22,7 @@ from verl_rc.data.token_parquet import set_aside_later, thin_out, write_record
 from verl_rc.data.token_record import FOLDER, PIECES, Array, TokenRecord, class_of
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.metrics.json_lines import set_aside
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.train_batch import ScoredStep
 from verl_rc.rollout.sampling import request_seed
@@ -66,7 +68,9 @@ class TokenRecorder:
         self._folder = services.folder / FOLDER
         self._classes: dict[int, int] = {}
         """The class of each token id whose text is written."""
+        self._claim = FolderClaim(services.folder, "tokens")
         set_aside_later(self._folder, steps_done)
+        set_aside(self._folder / PIECES)
 
     def write(
         self,
@@ -81,6 +85,7 @@ class TokenRecorder:
         why = self._reason(step)
         if why is None:
             return
+        self._claim.require()
         with record.stage("token_records"):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_record(self._folder, self._record(samples, evaluations, scored, control, step, why))

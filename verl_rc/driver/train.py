@@ -4,6 +4,7 @@ from concurrent.futures import Future
 
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.remote import WhileWaiting
+from verl_rc.config.folder_owner import OWNER_FILE
 from verl_rc.config.run import RunConfig
 from verl_rc.correction import CorrectionStatistics
 from verl_rc.data.batches import PolicyEvaluations
@@ -86,7 +87,7 @@ def train(services: Services, state: RunState) -> None:
     log(
         "written to %s: %s",
         services.folder,
-        ", ".join(sorted(path.name for path in services.folder.iterdir())),
+        ", ".join(sorted(path.name for path in services.folder.iterdir() if path.name != OWNER_FILE)),
     )
     log("training curves: %s", draw_curves(services.folder))
     if first_accuracy is not None and last_accuracy is not None:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from verl_rc.metrics.json_lines import set_aside
+
 TRACE_FILE = "trace.jsonl"
 STEP = "step"
 """The activity of the driver's span of a training step."""
@@ -25,10 +27,12 @@ class Trace:
 
     @contextmanager
     def writing(self, path: Path | None) -> Iterator[None]:
-        """Context in which spans are appended to ``path``; None: nothing is written."""
+        """Context in which spans are appended to ``path``, behind those of the run's earlier lives; None:
+        nothing is written."""
         if path is None:
             yield
             return
+        set_aside(path)
         with path.open("a", encoding="utf-8") as self._file:
             try:
                 yield

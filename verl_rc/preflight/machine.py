@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from verl_rc.config.errors import ConfigError
+from verl_rc.config.folder_owner import living_owner
 from verl_rc.config.models import LearnerFsdpConfig, torch_name
 from verl_rc.config.paths import first_existing, why_unwritable
 from verl_rc.config.run import RunConfig
@@ -293,13 +294,14 @@ def check_ports() -> Iterator[Finding]:
 
 
 def check_folder(folder: Path) -> Iterator[Finding]:
-    """Check that the run's folder, or its nearest existing parent, can be written to."""
-    reason = why_unwritable(folder)
+    """Check that the run's folder, or its nearest existing parent, can be written to, and that no other run
+    owns it."""
+    reason = why_unwritable(folder) or living_owner(folder)
     yield Finding.from_condition(
         reason is None,
         "run folder",
         f"{folder} can be written to" if reason is None else f"{folder}: {reason}",
-        f"{folder} must be a folder that can be written to",
+        f"{folder} must be a folder that can be written to, and that no other run writes to",
         "pass another trainer.default_local_dir=<folder>",
     )
 

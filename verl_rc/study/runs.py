@@ -16,7 +16,8 @@ from pathlib import Path
 from threading import Lock
 
 from verl_rc.bench.results import commit
-from verl_rc.insight.run_folder import whole_lines
+from verl_rc.config.folder_owner import FolderClaim
+from verl_rc.insight.run_folder import whole_lines, whole_records
 from verl_rc.study.machine import described, refused, versions
 from verl_rc.study.study import ACCURACY, QUICKSTART, Study, Task
 
@@ -110,8 +111,8 @@ def known_runs(results: Path, study: Study) -> dict[tuple[str, int], Run]:
 
 def read_runs(results: Path) -> Iterator[Run]:
     """Every run in the file ``results``; none where there is no file."""
-    for _, line in whole_lines(results) if results.is_file() else ():
-        yield Run(**json.loads(line))
+    for record in whole_records(results):
+        yield Run(**record)
 
 
 def the_same(study: Study, files: Iterable[Path]) -> dict[tuple[str, int], Run]:
@@ -156,7 +157,8 @@ def run_all(
     """Run arms with seeds, one on each of ``cores`` at a time (None: a run on all of them).
 
     Every run is a line of ``results`` once it has ended, and is then given to ``require``; where that raises,
-    no further run begins. The trainer writes below ``folder``. Raises ``NotStartedError``.
+    no further run begins. The trainer writes below ``folder``, where a study runs once at a time. Raises
+    ``NotStartedError`` and ``FolderTakenError``.
     """
     results.parent.mkdir(parents=True, exist_ok=True)
     free, writing = list(cores), Lock()
@@ -203,7 +205,7 @@ def run_all(
             commit=commit() or "",
         )
 
-    with ThreadPoolExecutor(len(cores)) as pool:
+    with FolderClaim(folder / results.stem, "study"), ThreadPoolExecutor(len(cores)) as pool:
         try:
             with writing:
                 futures = [pool.submit(run, arm, seed) for arm, seed in todo]
@@ -244,8 +246,7 @@ def curves_of(metrics: Path, interval: int = 1) -> dict[str, list[tuple[int, flo
     """Step and value of each of ``CURVES`` that the file ``metrics.jsonl`` of a run has, one of ``interval``
     steps; nothing without the file."""
     curves: dict[str, list[tuple[int, float]]] = {}
-    for _, text in whole_lines(metrics) if metrics.is_file() else ():
-        line = json.loads(text)
+    for line in whole_records(metrics):
         for name in CURVES:
             if line["step"] % interval == 0 and isinstance(line.get(name), int | float):
                 curves.setdefault(name, []).append((line["step"], float(f"{line[name]:.5g}")))

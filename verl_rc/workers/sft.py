@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
+from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.config.sft import SftConfig
 from verl_rc.data.dataset import EpochBatches
 from verl_rc.data.microbatch import MicroBatchLimit, assign_rows
@@ -125,8 +126,9 @@ def train_sft(setup: SftSetup, console: Console) -> SftResult:
         )
     folder = Path(trainer.output_dir).expanduser()
     model: Any = setup.model
-    model.save_pretrained(folder)
-    setup.tokenizer.save_pretrained(folder)
+    with FolderClaim(folder, "model"):
+        model.save_pretrained(folder)
+        setup.tokenizer.save_pretrained(folder)
     return SftResult(step, result, folder)
 
 

@@ -58,7 +58,10 @@ DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
     (lambda folder: (folder / ".metadata").unlink(), "must hold readable shards, but FileNotFoundError"),
     (lambda folder: (folder / ".metadata").write_bytes(b"nonsense"), "must hold readable shards, but"),
     (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp"),
-    (lambda folder: (folder / "__0_0.distcp").write_bytes(b"short"), "__0_0.distcp must have at least"),
+    (
+        lambda folder: (folder / "__0_0.distcp").write_bytes(b"short"),
+        "__0_0.distcp must have 3154 bytes, got 5",
+    ),
 ]
 
 

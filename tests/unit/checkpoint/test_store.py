@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from verl_rc.checkpoint.store import LATEST_FILE, CheckpointError, CheckpointStore, sync, sync_tree
+from verl_rc.config.folder_owner import OWNER_FILE, FolderLostError, FolderTakenError
 
 
 def write(store: CheckpointStore, step: int, content: str = "") -> Path:
@@ -17,7 +18,8 @@ def write(store: CheckpointStore, step: int, content: str = "") -> Path:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """What lies in a run's folder, besides the name of its owner."""
+    return sorted(path.name for path in folder.iterdir() if path.name != OWNER_FILE)
 
 
 def content(folder: Path) -> str:
@@ -173,6 +175,7 @@ def test_what_was_sealed_counts_once_it_is_whole(
     def problem(folder: Path) -> str | None:
         return None if (folder / "weights").exists() or folder.name == "global_step_1" else "no weights"
 
+    store.close()  # its process has ended
     resumed = CheckpointStore(tmp_path, keep=1)
     assert resumed.choose("auto", None, problem) == (tmp_path / f"global_step_{found}", [])
     assert names(tmp_path) == [f"global_step_{found}", LATEST_FILE]
@@ -184,6 +187,7 @@ def test_a_new_run_does_not_take_what_an_older_one_sealed(tmp_path: Path) -> Non
     older = CheckpointStore(tmp_path, None)
     older.begin(2)
     older.seal(2)
+    older.close()  # its process has ended
     anew = CheckpointStore(tmp_path, None)
     assert anew.choose("disable", None, readable) == (None, [])
     write(anew, 1)
@@ -209,6 +213,33 @@ def test_a_seal_is_the_last_thing_on_the_disk(tmp_path: Path, monkeypatch: pytes
     store.seal(2)
     assert sorted(synced[:2]) == ["data.pt", "run_state.json"]
     assert synced[2:] == ["commit_number", "global_step_2.partial"]
+
+
+def test_a_checkpoint_in_writing_is_no_leftover_for_another_store(tmp_path: Path) -> None:
+    """One of this process; another process is refused by the same claim."""
+    store = CheckpointStore(tmp_path, None)
+    (store.begin(2) / "actor").mkdir()
+    (tmp_path / "global_step_2.partial" / "actor" / "weights").write_text("2")
+    other = CheckpointStore(tmp_path, None)
+    for action in (lambda: other.begin(3), lambda: other.choose("auto", None, readable)):
+        with pytest.raises(FolderTakenError):
+            action()
+    assert content(store.commit(2)) == "2"
+    assert other.choose("auto", None, readable) == (tmp_path / "global_step_2", [])
+    assert names(tmp_path) == ["global_step_2", LATEST_FILE]
+    assert not (tmp_path / OWNER_FILE).exists()
+
+
+def test_a_store_that_has_lost_its_folder_changes_nothing(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    write(store, 1)
+    (store.begin(2) / "actor").mkdir()
+    (tmp_path / OWNER_FILE).write_text("of another run")
+    before = names(tmp_path)
+    for action in (store.seal, store.commit, store.begin):
+        with pytest.raises(FolderLostError):
+            action(2)
+    assert names(tmp_path) == before
 
 
 def test_a_half_deleted_checkpoint_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

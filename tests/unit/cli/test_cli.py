@@ -123,7 +123,7 @@ def lose_shards(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"), [(cut_shards, "reading the shards in"), (lose_shards, "must hold shards.json")]
+    ("damage", "message"), [(cut_shards, "__0_0.distcp must have"), (lose_shards, "must hold shards.json")]
 )
 def test_a_damaged_checkpoint_is_one_line(
     run_folder: Path,

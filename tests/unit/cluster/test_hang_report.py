@@ -153,5 +153,5 @@ def test_a_process_that_ends_before_the_signal_is_no_error(monkeypatch: pytest.M
     """It would hide why all processes are to end."""
     ended = subprocess.Popen(["true"])
     ended.wait()
-    monkeypatch.setattr(watchdog, "_status", lambda _: ("R", 7))  # what was seen a moment ago
+    monkeypatch.setattr(watchdog, "process_status", lambda _: ("R", 7))  # what was seen a moment ago
     kill(watchdog.ProcessIdentity("node", ended.pid, 7, ""))

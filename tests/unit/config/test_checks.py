@@ -134,10 +134,6 @@ def test_a_folder_that_is_there_or_can_be_made_has_no_problem(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_not_given_has_no_problem(read_only):
-    assert paths.folder_problem("trainer.rollout_data_dir", None) is None
-
-
 def test_a_read_only_folder_is_named_with_its_key_the_reason_and_what_to_do(tmp_path, read_only):
     assert paths.folder_problem("trainer.output_dir", str(tmp_path / "run")) == (
         f"trainer.output_dir must be a folder that can be written to, got {str(tmp_path / 'run')!r} "

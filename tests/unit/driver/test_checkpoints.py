@@ -125,6 +125,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(
             match=r"step 2 must .* No space left.*global_step_1 is still the newest one, whole",
         ):
             save(run, 2)
+    run.checkpoints.close()  # as the run does at its end
     chosen, messages = CheckpointStore(run.folder, None).choose("auto", None, lambda folder: None)
     assert chosen == run.folder / "global_step_1"
     assert messages == []
@@ -208,6 +209,7 @@ def test_a_write_beside_the_steps_that_fails_is_told_like_any_other(run: Service
         CheckpointError, match=r"step 2 must .* No space left.*global_step_1 is still the newest one, whole"
     ):
         save(run, 3)
+    run.checkpoints.close()  # as the run does at its end
     resumed = CheckpointStore(run.folder, None).choose(
         "auto", None, lambda folder: "no shards" if folder.suffix else None
     )

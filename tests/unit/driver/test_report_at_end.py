@@ -10,6 +10,7 @@ import pytest
 from planted_series import healthy, write_run
 
 from verl_rc.config.errors import ConfigError
+from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.driver import report_at_end as module
 from verl_rc.driver.report_at_end import report_at_end
 from verl_rc.insight.run_folder import read_run
@@ -121,6 +122,16 @@ def test_a_page_that_fails_changes_nothing(tmp_path, monkeypatch, said, failure,
     assert {name: (folder / name).read_bytes() for name in before} == before
     assert len(said()) == 1
     assert said()[0].startswith("report: not written")
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt()])
+def test_a_folder_that_another_run_has_taken_over_gets_no_page(tmp_path, error):
+    folder = write_run(tmp_path / "run", healthy(steps=3))
+    with FolderClaim(folder, "run"):
+        (folder / "owner.json").write_text("of another run")
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        assert end(folder, error) is error
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_a_folder_that_cannot_be_written_to_changes_nothing(tmp_path, said):

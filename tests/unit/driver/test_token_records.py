@@ -105,6 +105,16 @@ def test_a_resumed_run_has_no_step_twice(tmp_path: Path) -> None:
     ]
 
 
+def test_pieces_go_on_behind_half_a_line(tmp_path: Path) -> None:
+    live(tmp_path, RunState())
+    path = tmp_path / FOLDER / PIECES
+    with path.open("ab") as file:
+        file.write(b'{"step": 4, "pieces": [[7, "\xc3')  # killed here
+    live(tmp_path, SavedRun.load(tmp_path / "global_step_2").state, tmp_path / "global_step_2")
+    assert [json.loads(line)["step"] for line in path.read_text("utf-8").splitlines()] == [1, 2, 3, 4]
+    assert stat.S_IMODE((tmp_path / FOLDER / "pieces.replaced.jsonl").stat().st_mode) == 0o600
+
+
 def test_files_are_private_and_never_leave_the_folder(tmp_path: Path) -> None:
     live(tmp_path, RunState())
     folder = tmp_path / FOLDER

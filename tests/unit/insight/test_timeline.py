@@ -109,6 +109,17 @@ def test_calls_that_overlap_count_once(tmp_path):
     assert "engine (mean of 2): 40% of the time; collect 30%, submit 20%" in describe(read_timeline(tmp_path))
 
 
+def test_a_resumed_run_goes_on_behind_half_a_span(tmp_path):
+    path = tmp_path / TRACE_FILE
+    for step in (1, 2):
+        trace = Trace()
+        with trace.writing(path):
+            trace.span("driver", "step", 10.0 * step, 10.0 * step + 5, step=step)
+        with path.open("ab") as file:
+            file.write('{"who": "é'.encode()[:-1])  # killed here
+    assert list(read_timeline(tmp_path).steps) == [1, 2]
+
+
 def test_steps_are_chosen_and_spans_cut_at_their_edges(tmp_path):
     text = write_timeline(write_trace(tmp_path), (2, 2))
     assert text.splitlines()[0] == "step 2: 10.0 s, 10.00 s each"

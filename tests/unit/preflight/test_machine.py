@@ -14,6 +14,7 @@ from planned_runs import Given, config_of
 from small_runs import ROOT
 
 from verl_rc.config.errors import ConfigError
+from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.preflight import machine
 from verl_rc.preflight.finding import Finding, verdict
 from verl_rc.preflight.memory import ModelShape, model_paths
@@ -210,6 +211,12 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
     assert "trainer.default_local_dir" in failed(machine.check_folder(tmp_path / "file" / "run")).remedy
+
+
+def test_a_folder_of_a_run_that_lives(tmp_path: Path) -> None:
+    with FolderClaim(tmp_path, "run"):
+        assert "belongs to process" in failed(machine.check_folder(tmp_path)).found
+    assert statuses(machine.check_folder(tmp_path)) == {"run folder": "ok"}
 
 
 @pytest.mark.parametrize(

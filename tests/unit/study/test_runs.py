@@ -12,6 +12,7 @@ import torch
 from evidence.study import quick
 from small_study import STUDY, Trainer, finish
 
+from verl_rc.config.folder_owner import FolderTakenError
 from verl_rc.rollout.vllm.fp8_products import Fp8Timings
 from verl_rc.study import machine
 from verl_rc.study.machine import cores_of, refused
@@ -21,6 +22,7 @@ from verl_rc.study.runs import (
     known_runs,
     missing,
     prepare,
+    read_runs,
     run_all,
     run_in,
 )
@@ -99,6 +101,27 @@ def test_a_run_that_ended_is_kept_when_another_one_fails(tmp_path: Path) -> None
         list(run_all(STUDY, missing(STUDY, {}), tmp_path, tmp_path / "s.jsonl", start, cores=(3, 5)))
     assert len(known_runs(tmp_path / "s.jsonl", STUDY)) == 1
     assert len(started) == 2
+
+
+def test_a_study_that_runs_already_is_not_run_beside_itself(tmp_path: Path) -> None:
+    runs = run_all(STUDY, missing(STUDY, {}), tmp_path, tmp_path / "s.jsonl", Trainer())
+    next(runs)
+    with pytest.raises(FolderTakenError):
+        list(run_all(STUDY, missing(STUDY, {}), tmp_path, tmp_path / "s.jsonl", lambda *_: 1))
+    assert len(list(runs)) == len(known_runs(tmp_path / "s.jsonl", STUDY)) - 1 == 3
+
+
+def test_a_damaged_line_of_results_is_named_and_half_a_last_line_is_left_out(tmp_path: Path) -> None:
+    finish(tmp_path, Trainer(), "b")
+    results = tmp_path / "s.jsonl"
+    whole, runs = results.read_bytes(), list(read_runs(results))
+    first = whole[: whole.index(b"\n") + 1]
+    results.write_bytes(whole + first + first[:-20] + "é".encode()[:1])
+    assert list(read_runs(results)) == [*runs, runs[0]]
+    results.write_bytes(whole + b"\0\0\n" + whole)
+    number = whole.count(b"\n") + 1
+    with pytest.raises(ValueError, match=rf"s\.jsonl, line {number} must be a JSON object"):
+        known_runs(results, STUDY)
 
 
 def test_a_run_that_did_not_start_is_no_result(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from verl_rc.config.checks import check_run
 from verl_rc.config.errors import ConfigError
+from verl_rc.config.folder_owner import FolderLostError
 from verl_rc.config.load.command_line import COMMANDS, config_file_options, parse, show
 from verl_rc.config.load.given import combinations, error_sentences, given_tree
 from verl_rc.config.paths import check_files
@@ -63,6 +64,9 @@ def run_with_config(schema: type[Schema], run: Callable[[Schema], None], prog: s
     except ConfigError as error:
         sys.stderr.write(f"configuration error:\n{error}\n")
         raise SystemExit(2) from None
+    except FolderLostError as error:
+        sys.stderr.write(f"the run ended: {error}\n")
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         raise SystemExit(130) from None

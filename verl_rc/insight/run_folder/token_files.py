@@ -137,18 +137,21 @@ def refused_as(sentence: str, *errors: type[Exception]) -> Iterator[None]:
 def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines; of a file that is too long, every so many lines. Each note is
     added once."""
-    size, broken = path.stat().st_size, 0
-    stride = math.ceil(size / MOST_BYTES)
+    size, broken = path.stat().st_size, list[str]()
+    stride = max(1, math.ceil(size / MOST_BYTES))
     sentences = [f"{path.name} has {_size(size)}: every {stride}th line was read."] * (stride > 1)
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in islice(file, 0, None, max(stride, 1)):
+        for number, line in islice(enumerate(file, start=1), 0, None, stride):
             row = parse_line(line)
             if row is not None:
                 yield row
             elif line.strip():
-                broken += 1
+                broken.append(str(number))
     if broken:
-        sentences.append(f"{path.name}: {broken} line(s) are half written or no rows, and left out.")
+        numbers = first_few(broken, _MOST_NAMED)
+        sentences.append(
+            f"{path.name}: {len(broken)} line(s) are half written or no rows, and left out: {numbers}."
+        )
     notes.extend(sentence for sentence in sentences if sentence not in notes)
 
 

@@ -15,6 +15,9 @@ from typing import IO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from verl_rc.config.folder_owner import FolderClaim
+from verl_rc.metrics.json_lines import REPLACED, set_aside
+
 Cell = str | int | float | bool | None
 """One cell of a table."""
 
@@ -159,7 +162,6 @@ def _clock(seconds: float) -> str:
 
 Record = dict[str, object]
 _FILES = ("metrics.jsonl", "histograms.jsonl", "alerts.jsonl")
-_REPLACED = ".replaced.jsonl"
 
 
 class JsonlSink(MetricSink):
@@ -171,17 +173,18 @@ class JsonlSink(MetricSink):
     """
 
     def __init__(self, run_dir: Path, steps_done: int = 0) -> None:
-        """Files appear with their first line, ``run_dir`` with the first file.
+        """Files appear with their first line. The run's folder belongs to this process until ``close``.
 
         ``steps_done``: steps that the run goes on after, 0 for a new one. Lines of later steps, which it
-        repeats, move to ``<name>.replaced.jsonl``.
+        repeats, move to ``<name>.replaced.jsonl``, and so do lines that a killed run left damaged.
         """
         self._run_dir = run_dir
+        self._claim = FolderClaim(run_dir, "metrics")
         self._files: dict[str, IO[str]] = {}
         self._edges: dict[str, tuple[float, ...]] = {}
         for path in [run_dir / name for name in _FILES] + sorted(run_dir.glob("tables/*.jsonl")):
-            if path.exists() and not path.name.endswith(_REPLACED):
-                _move_later_steps(path, steps_done)
+            if not path.name.endswith(REPLACED):
+                set_aside(path, lambda record: steps_done > 0 and _is_of_step_up_to(steps_done, record))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Append one line ``{"step": …, name: value, …}``."""
@@ -225,12 +228,15 @@ class JsonlSink(MetricSink):
         for file in self._files.values():
             file.close()
         self._files.clear()
+        self._claim.release()
 
     def _append(self, relative_path: str, record: Record) -> None:
+        self._claim.require()
         if relative_path not in self._files:
             path = self._run_dir / relative_path
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._files[relative_path] = path.open("a", encoding="utf-8")
+            # JSON's own way to write half a surrogate pair
+            self._files[relative_path] = path.open("a", encoding="utf-8", errors="backslashreplace")
         try:
             self._files[relative_path].write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
             self._files[relative_path].flush()
@@ -246,26 +252,6 @@ def _json_number(value: float) -> float | str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _move_later_steps(path: Path, steps_done: int) -> None:
-    """Move the lines of ``path`` after step ``steps_done`` to another file. A crash at any moment loses no
-    line."""
-    kept: list[str] = []
-    later: list[str] = []
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            (kept if steps_done > 0 and _is_of_step_up_to(steps_done, line) else later).append(line)
-    if not later:
-        return
-    with path.with_suffix(_REPLACED).open("a", encoding="utf-8") as replaced:
-        replaced.writelines(line.rstrip("\n") + "\n" for line in later)
-    beside = path.with_suffix(".partial")
-    beside.write_text("".join(kept), encoding="utf-8")
-    beside.replace(path)
-
-
-def _is_of_step_up_to(last_step: int, line: str) -> bool:
-    """Whether a line is of a step up to the given one; False also for an incomplete line of a killed run."""
-    try:
-        return line.endswith("\n") and int(json.loads(line)["step"]) <= last_step
-    except (ValueError, KeyError, TypeError):
-        return False
+def _is_of_step_up_to(last_step: int, record: Mapping[str, object]) -> bool:
+    step = record.get("step")
+    return isinstance(step, int) and step <= last_step

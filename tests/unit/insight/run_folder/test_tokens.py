@@ -216,6 +216,14 @@ def test_pieces_come_from_whole_lines(tmp_path: Path) -> None:
     assert 91 not in pieces
 
 
+def test_a_damaged_line_of_pieces_is_named(tmp_path: Path) -> None:
+    folder = write_tokens(tmp_path, [token_record(1)])
+    lines = (folder / "pieces.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "pieces.jsonl").write_bytes(b"".join([*lines, b"\0\0\0\n", *lines]))
+    notes = read_run(tmp_path).notes
+    assert f"pieces.jsonl: 1 line(s) are no records and are left out: {len(lines) + 1}." in notes
+
+
 def test_a_run_without_records_has_none(tmp_path: Path) -> None:
     assert token_source(tmp_path) is None
     assert read_run(write_run(tmp_path / "run", healthy(5))).tokens is None

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from verl_rc.config.folder_owner import FolderLostError, FolderTakenError
 from verl_rc.metrics.sinks import AlertCause, ConsoleSink, JsonlSink
 from verl_rc.metrics.trace import TRACE_FILE
 
@@ -192,6 +193,30 @@ def test_the_documents_name_the_files_of_a_run_as_they_are_written(tmp_path):
     assert {name for name in written if ".replaced." not in name} <= named
 
 
+FILES = ("metrics.jsonl", "histograms.jsonl", "alerts.jsonl", "tables/val-generations.jsonl")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("tail", ["é".encode()[:1], b'{"step": 1, "text": "\\ud8', b"\0" * 100])
+def test_a_run_goes_on_behind_half_a_line_of_any_file(tmp_path, name, tail):
+    (tmp_path / "tables").mkdir()
+    (tmp_path / name).write_bytes(b'{"step": 1, "text": "whole"}\n' + tail)
+    sink = JsonlSink(tmp_path, steps_done=1)
+    sink.log({"a": 2.0}, step=2)
+    sink.log_histogram("h", [0.0, 1.0], [1], step=2)
+    sink.alert("title", "text", step=2)
+    sink.log_table("val/generations", ["text"], [["é"]], step=2)
+    sink.close()
+    assert [line["step"] for line in read(tmp_path / name)] == [1, 2]
+
+
+def test_half_a_surrogate_pair_in_a_table_is_written_as_json_writes_it(tmp_path):
+    JsonlSink(tmp_path).log_table("t", ["text"], [["é\ud83d"]], step=1)
+    written = (tmp_path / "tables" / "t.jsonl").read_text(encoding="utf-8")
+    assert written == '{"step": 1, "text": "é\\ud83d"}\n'
+    assert read(tmp_path / "tables" / "t.jsonl") == [{"step": 1, "text": "é\ud83d"}]
+
+
 def test_a_validation_of_a_finished_step_joins_its_line(tmp_path):
     write_run(tmp_path, [0, 1, 2], run=1)
     write_run(tmp_path, [2], run=2, steps_done=2)  # trainer.val_only
@@ -224,6 +249,29 @@ def test_a_crash_in_the_middle_of_it_loses_no_line(tmp_path, monkeypatch):
     assert runs_by_step(tmp_path / "metrics.jsonl") == [(0, 1), (1, 1), (2, 1)]
     JsonlSink(tmp_path, steps_done=1)
     assert runs_by_step(tmp_path / "metrics.jsonl") == [(0, 1), (1, 1)]
+
+
+def test_a_folder_has_one_open_sink(tmp_path):
+    first = JsonlSink(tmp_path)
+    first.log({"a": 1.0}, step=1)
+    with pytest.raises(FolderTakenError):
+        JsonlSink(tmp_path)
+    first.log({"a": 2.0}, step=2)
+    first.close()
+    JsonlSink(tmp_path, steps_done=2).close()
+    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert not (tmp_path / "owner.json").exists()
+
+
+def test_a_sink_that_has_lost_its_folder_writes_nothing(tmp_path):
+    sink = JsonlSink(tmp_path)
+    sink.log({"a": 1.0}, step=1)
+    (tmp_path / "owner.json").write_text("of another run")
+    with pytest.raises(FolderLostError):
+        sink.log({"a": 2.0}, step=2)
+    sink.close()
+    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1]
+    assert (tmp_path / "owner.json").read_text() == "of another run"
 
 
 def test_only_the_first_line_that_does_not_fit_reports_a_full_disk(tmp_path):

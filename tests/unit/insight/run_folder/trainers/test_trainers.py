@@ -109,7 +109,7 @@ def test_half_a_last_line_is_left_out_and_named(tmp_path: Path) -> None:
     source = source_of(folder)
     assert source is not None
     assert len(source.read(1).lengths) == len(planted_rows(1)) - 1
-    assert "train_data_step1.jsonl: 1 line(s) are half written or no rows, and left out." in source.notes
+    assert "train_data_step1.jsonl: 1 line(s) are half written or no rows, and left out: 8." in source.notes
 
 
 @pytest.mark.parametrize(
