@@ -75,9 +75,6 @@ def build_model(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast)
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "dtype": torch.float32,
-        # Not transformers' 0.02: a tied head computes logits with the embedding, and of ones that small SFT
-        # makes a policy whose most likely answers are right and whose samples are not.
-        "initializer_range": 0.05,
     }
     if not options.experts:
         return Qwen2ForCausalLM(Qwen2Config(**shared))

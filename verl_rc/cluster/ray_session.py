@@ -2,12 +2,15 @@
 
 import os
 import shutil
+import socket
+import tempfile
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 
 from verl_rc.cluster.watchdog import WATCHDOG
 from verl_rc.config.run import RayInitConfig
@@ -73,7 +76,7 @@ def start_ray(config: RayInitConfig, processes: int) -> None:
     options: dict[str, Any] = dict(config.model_dump(exclude_none=True))
     address = options.pop("address", None)
     loopback_only = options.pop("loopback_only")
-    _listen_on_loopback(address is None and loopback_only)
+    _listen_on_loopback(address in (None, "local") and loopback_only)
     runtime_env = {key: value for key, value in options.pop("runtime_env", {}).items() if value is not None}
     if (
         "env_vars" in runtime_env
@@ -81,8 +84,9 @@ def start_ray(config: RayInitConfig, processes: int) -> None:
         runtime_env["env_vars"] = {
             key: value for key, value in runtime_env["env_vars"].items() if value is not None
         }
-    if address is not None:
+    if address not in (None, "local"):
         runtime_env["env_vars"] = {"PYTHONPATH": python_path(), **runtime_env.pop("env_vars", {})}
+        _require_answer(address)
         _connect({"address": address, "runtime_env": runtime_env, "log_to_driver": True})
         return
     # Ray starts a Python worker per CPU ahead of need, and none of those serves a job with a runtime
@@ -92,7 +96,8 @@ def start_ray(config: RayInitConfig, processes: int) -> None:
     options.setdefault("object_store_memory", _object_store_bytes())
     if runtime_env:
         options["runtime_env"] = runtime_env
-    _start_here({"include_dashboard": False, "log_to_driver": False, **options})
+    # "local": without an address Ray would follow RAY_ADDRESS, or the file in which it keeps the last cluster's.
+    _start_here({"address": "local", "include_dashboard": False, "log_to_driver": False, **options})
 
 
 def _object_store_bytes() -> int:
@@ -105,15 +110,56 @@ def _object_store_bytes() -> int:
     return max(_LEAST_OBJECT_STORE, min(available_memory() // 10, shared // 2))
 
 
+_ANSWER_SECONDS = 30.0
+"""Time in which a cluster's head must accept a connection; it may be starting just now."""
+_CLIENT = "ray://"
+_CHANGE_OPTIONS = "It was asked with ray_kwargs.ray_init: change or drop what the message names."
+
+
+def _require_answer(address: str) -> None:
+    """Raise ``RayStartError`` when nothing accepts a connection there; Ray would try for a quarter of an
+    hour."""
+    try:
+        host, port = _host_and_port(address)
+    except (ConnectionError, OSError, ValueError) as error:
+        raise _no_answer(address, error) from error
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=_ANSWER_SECONDS).close()
+            return
+        except OSError as error:
+            if isinstance(error, socket.gaierror) or time.monotonic() > deadline:
+                raise _no_answer(address, error, f" at {host}:{port}") from error
+        time.sleep(1)
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    """The place of a cluster's head. ``auto`` is what RAY_ADDRESS or Ray's own file of this machine says."""
+    if address.startswith(_CLIENT):
+        host, _, port = address.removeprefix(_CLIENT).rpartition(":")
+    else:
+        host, port = services.extract_ip_port(services.canonicalize_bootstrap_address_or_die(address))
+    return host.strip("[]"), int(port)
+
+
 def _connect(options: Mapping[str, Any]) -> None:
     try:
         ray.init(logging_level="ERROR", **options)
-    except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
+    except (ValueError, TypeError) as error:
         raise RayStartError(
-            f"a Ray cluster must answer at ray_kwargs.ray_init.address={options['address']}, but: "
-            f"{_in_one_line(error)}. Start it (scripts/cluster/start_head.sh), or drop the key to start Ray "
-            "on this machine."
+            f"the Ray cluster must take this run, but: {_in_one_line(error)}. {_CHANGE_OPTIONS}"
         ) from error
+    except Exception as error:  # Ray raises bare exceptions, too
+        raise _no_answer(options["address"], error) from error
+
+
+def _no_answer(address: str, error: BaseException, place: str = "") -> RayStartError:
+    return RayStartError(
+        f"a Ray cluster must answer at ray_kwargs.ray_init.address={address}, but{place}: "
+        f"{_in_one_line(error)}. Start it (scripts/cluster/start_head.sh), or drop the key to start Ray "
+        "on this machine."
+    )
 
 
 def _start_here(options: Mapping[str, Any]) -> None:
@@ -128,11 +174,25 @@ def _start_here(options: Mapping[str, Any]) -> None:
             if attempts_left and not isinstance(error, (ValueError, TypeError, OSError)):
                 continue
             raise RayStartError(
-                f"Ray must start on this machine, but: {_in_one_line(error)}. The load average is "
-                f"{os.getloadavg()[0]:.0f} on {usable_cores()} cores: try again when other programs leave "
-                "more of them, or start Ray beforehand (ray start --head) and pass "
-                "ray_kwargs.ray_init.address=auto."
+                f"Ray must start on this machine, but: {_in_one_line(error)}. {_remedy(error)}"
             ) from error
+
+
+def _remedy(error: Exception) -> str:
+    """What to do about an error of ``ray.init``."""
+    if isinstance(error, OSError):
+        folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+        return (
+            f"Ray keeps sockets and logs below {folder}, which must be writable, with free space, and no "
+            "longer than some 30 characters: set RAY_TMPDIR to another folder, e.g. /tmp."
+        )
+    if isinstance(error, (ValueError, TypeError)):
+        return _CHANGE_OPTIONS
+    return (
+        f"The load average is {os.getloadavg()[0]:.0f} on {usable_cores()} cores: try again when other "
+        "programs leave more of them, or start Ray beforehand (ray start --head) and pass "
+        "ray_kwargs.ray_init.address=auto."
+    )
 
 
 def _init_or_shut_down(options: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.config.async_training import AsyncTrainingConfig
@@ -179,7 +179,29 @@ class RayInitConfig(StrictModel):
     """A local Ray listens on 127.0.0.1 only; False: on every interface, and anyone who can reach it can run
     code as you."""
     runtime_env: dict[str, Any] | None = None
-    """Ray's runtime environment, e.g. ``py_executable`` or ``env_vars``."""
+    """Ray's runtime environment, e.g. ``py_executable`` or ``env_vars``. Numbers among ``env_vars`` are
+    taken as text, booleans as ``1`` and ``0``."""
+
+    @field_validator("runtime_env")
+    @classmethod
+    def _environment_is_text(cls, runtime_env: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Variables as text: Hydra and YAML read ``NCCL_IB_DISABLE: 1`` as a number."""
+        variables = (runtime_env or {}).get("env_vars")
+        if runtime_env is None or variables is None:
+            return runtime_env
+        if not isinstance(variables, Mapping):
+            raise ValueError(f"env_vars must be a mapping of names to values, got {variables!r}.")
+        for name, value in variables.items():
+            if value is not None and not isinstance(value, (str, int, float)):
+                raise ValueError(f"env_vars.{name} must be text, a number or a boolean, got {value!r}.")
+        return {**runtime_env, "env_vars": {str(name): _as_text(value) for name, value in variables.items()}}
+
+
+def _as_text(value: str | float | None) -> str | None:
+    """A variable's value; None stays None."""
+    if isinstance(value, bool):
+        return str(int(value))
+    return None if value is None else str(value)
 
 
 class RayKwargsConfig(StrictModel):

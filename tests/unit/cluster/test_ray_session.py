@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from two_processes import free_port
 
 from verl_rc.cluster import ray_session
 from verl_rc.cluster.ray_session import RayStartError, start_ray
@@ -84,7 +85,70 @@ def test_what_would_fail_again_is_not_tried_again(init_answers: Callable[..., li
     assert len(calls) == 1
 
 
-def test_a_cluster_that_does_not_answer(init_answers: Callable[..., list[dict[str, Any]]]) -> None:
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (ValueError("num_gpus"), "change or drop what the message names"),
+        (TypeError("env_vars"), "change or drop what the message names"),
+        (OSError("AF_UNIX path length cannot exceed 107 bytes"), "set RAY_TMPDIR"),
+        (PermissionError("/tmp/ray"), "set RAY_TMPDIR"),
+    ],
+)
+def test_each_cause_has_its_own_remedy(
+    error: Exception, remedy: str, init_answers: Callable[..., list[dict[str, Any]]]
+) -> None:
+    init_answers(error)
+    with pytest.raises(RayStartError, match=remedy) as raised:
+        start_ray(RayInitConfig(), processes=1)
+    assert "load average" not in str(raised.value)
+
+
+@pytest.mark.parametrize("address", [None, "local"])
+def test_ray_starts_here_beside_the_address_of_another_cluster(
+    address: str | None, init_answers: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray itself would follow RAY_ADDRESS or its file of the last cluster if it were given no address."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6399")
+    calls = init_answers(None)
+    start_ray(RayInitConfig(address=address), processes=1)
+    assert calls[0]["address"] == "local"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{}", "localhost:{}", "ray://127.0.0.1:{}", "auto"])
+def test_a_cluster_without_a_listener_is_refused_before_ray_waits_for_it(
+    address: str, init_answers: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_session, "_ANSWER_SECONDS", 0.01)
+    port = free_port()
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")  # what auto means
+    calls = init_answers()
+    with pytest.raises(RayStartError, match=rf":{port}: ConnectionRefusedError.*start_head.sh"):
+        start_ray(RayInitConfig(address=address.format(port)), processes=1)
+    assert calls == []
+
+
+def test_what_a_cluster_refuses_is_not_taken_for_its_absence(
+    init_answers: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_session, "_require_answer", lambda address: None)
+    init_answers(TypeError("working_dir"))
+    with pytest.raises(RayStartError, match="working_dir.*change or drop what the message names"):
+        start_ray(RayInitConfig(address="there:6379"), processes=1)
+
+
+@pytest.mark.parametrize("address", ["nowhere", "there:port", "ray://there"])
+def test_an_address_that_is_none_is_refused(
+    address: str, init_answers: Callable[..., list[dict[str, Any]]]
+) -> None:
+    init_answers()
+    with pytest.raises(RayStartError, match=f"must answer at ray_kwargs.ray_init.address={address}"):
+        start_ray(RayInitConfig(address=address), processes=1)
+
+
+def test_a_cluster_that_does_not_answer(
+    init_answers: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_session, "_require_answer", lambda address: None)
     calls = init_answers(ConnectionError("no such host"))
     with pytest.raises(
         RayStartError, match=r"must answer at ray_kwargs.ray_init.address=there:6379.*no such host"

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 from small_models import small_run_config
 
-from verl_rc.config.run import FOLLOWED_KEYS, RunConfig, remote_code_keys
+from verl_rc.config.run import FOLLOWED_KEYS, RayInitConfig, RunConfig, remote_code_keys
 from verl_rc.config.schema import fields_of
 
 GIVEN = {
@@ -73,3 +73,11 @@ def test_every_switch_is_named_with_its_model(tmp_path: Path) -> None:
         "critic.model.trust_remote_code": "other/critic",  # follows the actor's
         "reward.reward_model.trust_remote_code": "other/judge",
     }
+
+
+def test_variables_of_a_runtime_environment_are_text() -> None:
+    config = RayInitConfig(runtime_env={"env_vars": {"A": 1, "B": 0.5, "C": True, "D": "x", "E": None}})
+    assert config.runtime_env == {"env_vars": {"A": "1", "B": "0.5", "C": "1", "D": "x", "E": None}}
+    for value in ({"A": [1]}, {"A": {"B": 1}}, ["A=1"]):
+        with pytest.raises(ValidationError, match="env_vars"):
+            RayInitConfig(runtime_env={"env_vars": value})
