@@ -21,5 +21,5 @@ echo "${TASK_STEP:-}making the task (sorting digits) and a tiny model"
 
 echo "${SFT_STEP:-}warm start with SFT"
 "$python" -m verl_rc.main_sft model.path="$out/base_model" data.train_files="$data/sft_train.parquet" \
-    data.val_files="$data/sft_val.parquet" trainer.output_dir="$model" trainer.seed="$seed" trainer.stop_at_accuracy=0.2 \
+    data.val_files="$data/sft_val.parquet" trainer.output_dir="$model" trainer.seed="$seed" trainer.stop_at_accuracy=0.25 \
     ${SFT_OPTIONS:-}

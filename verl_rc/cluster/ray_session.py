@@ -96,7 +96,7 @@ def start_ray(config: RayInitConfig, processes: int) -> None:
     options.setdefault("object_store_memory", _object_store_bytes())
     if runtime_env:
         options["runtime_env"] = runtime_env
-    # "local": without an address Ray would follow RAY_ADDRESS, or the file in which it keeps the last cluster's.
+    # "local": without an address Ray would follow RAY_ADDRESS, or its file of the last cluster.
     _start_here({"address": "local", "include_dashboard": False, "log_to_driver": False, **options})
 
 

@@ -114,14 +114,7 @@ def open_run(
         engine = _build_engines(engines, imports, config, options, folder)
         with log_wait("the transport of weights"):
             transport = open_transport(actor, engines, placement, config.actor_rollout_ref.rollout)
-        tracker = open_tracker(
-            config.trainer,
-            folder,
-            public_values(config),
-            total_steps,
-            steps_done=state.step,
-            run_id=state.tracker_run_id,
-        )
+        tracker = _open_tracker(config, folder, total_steps, state)
         stack.callback(close_tracker, tracker)
         state.tracker_run_id = tracker.run_id
         services = Services(
@@ -147,6 +140,19 @@ def open_run(
             block_size=engine.block_size,
         )
         yield services, state
+
+
+def _open_tracker(config: RunConfig, folder: Path, total_steps: int, state: RunState) -> Tracker:
+    """The sinks of ``trainer.logger``, which go on where ``state`` stopped."""
+    with _as_config_errors():
+        return open_tracker(
+            config.trainer,
+            folder,
+            public_values(config),
+            total_steps,
+            steps_done=state.step,
+            run_id=state.tracker_run_id,
+        )
 
 
 def _write_plan_of_run(config: RunConfig, folder: Path) -> None:

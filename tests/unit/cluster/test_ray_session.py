@@ -132,7 +132,7 @@ def test_what_a_cluster_refuses_is_not_taken_for_its_absence(
 ) -> None:
     monkeypatch.setattr(ray_session, "_require_answer", lambda address: None)
     init_answers(TypeError("working_dir"))
-    with pytest.raises(RayStartError, match="working_dir.*change or drop what the message names"):
+    with pytest.raises(RayStartError, match=r"working_dir.*change or drop what the message names"):
         start_ray(RayInitConfig(address="there:6379"), processes=1)
 
 

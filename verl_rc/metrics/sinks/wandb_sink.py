@@ -1,9 +1,13 @@
 """The Weights & Biases sink, with tags from the configuration; offline without credentials."""
 
+import logging
 import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import wandb
 
@@ -11,6 +15,8 @@ from verl_rc.config.paths import why_unwritable
 from verl_rc.config.schema import value_at
 from verl_rc.metrics.sinks.local import AlertCause, Cell, ExperimentSink, FinalReport
 
+_LOG = logging.getLogger("verl_rc")
+_ANSWER_SECONDS = 10.0
 _LONGEST = 64
 """Characters of a tag that W&B accepts."""
 
@@ -81,17 +87,23 @@ class WandbSink(ExperimentSink):
         """``resume_id``: the ``run_id`` of the run that is continued; None starts a new one."""
         run_dir.mkdir(parents=True, exist_ok=True)
         use_writable_folders(run_dir)
-        self._run = wandb.init(
-            project=project_name,
-            name=experiment_name,
-            dir=str(run_dir),
-            config=dict(config),
-            tags=run_tags(config),
-            id=resume_id,
-            resume=None if resume_id is None else "allow",
-            mode=_mode(),
-            settings=wandb.Settings(console="off", quiet=True),
-        )
+        try:
+            self._run = wandb.init(
+                project=project_name,
+                name=experiment_name,
+                dir=str(run_dir),
+                config=dict(config),
+                tags=run_tags(config),
+                id=resume_id,
+                resume=None if resume_id is None else "allow",
+                mode="offline" if goes_offline() else None,
+                settings=wandb.Settings(console="off", quiet=True),
+            )
+        except wandb.errors.Error as error:
+            raise ValueError(
+                f"trainer.logger: W&B must take the run, but: {error}. Set WANDB_MODE=offline and upload it "
+                f"later (wandb sync), or leave 'wandb' out."
+            ) from error
         self.run_id = str(self._run.id)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -166,8 +178,40 @@ def use_writable_folders(run_dir: Path) -> None:
             os.environ[variable] = str(run_dir.absolute() / "wandb" / variable.lower())
 
 
-def _mode() -> Any:
-    """The W&B mode: None when ``WANDB_MODE`` is set (wandb reads it), "offline" without credentials."""
-    if os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False):
-        return None
-    return "offline"
+def goes_offline() -> bool:
+    """Whether a run must be written offline, which is logged where it asks for W&B: without credentials,
+    or when W&B does not answer.
+
+    It is found out before ``wandb.init``, which would wait for a minute and a half, and after which an
+    offline one can hang. ``WANDB_MODE`` of the environment decides if it is anything but ``online``.
+    """
+    mode = os.environ.get("WANDB_MODE")
+    if mode not in (None, "", "online"):
+        return False
+    has_key = bool(wandb.login(prompt=False, verify=False))
+    problem = (
+        _why_unreachable(str(wandb.setup().settings.base_url)) if has_key else "there are no credentials"
+    )
+    if problem is None:
+        return False
+    if has_key or mode:
+        _LOG.warning(
+            "W&B: %s, so the run is written offline; upload it later with wandb sync and its folder "
+            "wandb/offline-run-*",
+            problem,
+        )
+    return True
+
+
+def _why_unreachable(url: str) -> str | None:
+    """Why no connection to a server, or to the proxy before it, can be opened; None when it can."""
+    place = urlsplit(url)
+    proxy = getproxies().get(place.scheme)
+    if proxy and not proxy_bypass(place.hostname or ""):
+        place = urlsplit(proxy if "://" in proxy else f"//{proxy}")
+    port = place.port or (443 if place.scheme == "https" else 80)
+    try:
+        socket.create_connection((place.hostname or "", port), timeout=_ANSWER_SECONDS).close()
+    except OSError as error:
+        return f"nothing answers at {place.hostname}:{port} ({error})"
+    return None

@@ -2,15 +2,18 @@
 configuration."""
 
 import json
+import socket
 import struct
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from planned_runs import config_of
+from two_processes import free_port
 
 from verl_rc.config.run import TrainerConfig
-from verl_rc.metrics.sinks import FinalReport, open_tracker
+from verl_rc.metrics.sinks import FinalReport, open_tracker, wandb_sink
 from verl_rc.metrics.sinks.wandb_sink import join_bins, run_tags, use_writable_folders
 
 wandb = pytest.importorskip("wandb")
@@ -132,12 +135,69 @@ def test_the_report_and_the_end_are_written_after_all_other_files_are_closed(tmp
     assert file.read_text() == page
 
 
-@pytest.mark.parametrize(
-    ("variable", "logged_in", "mode"), [(None, False, "offline"), (None, True, None), ("online", False, None)]
-)
-def test_offline_only_when_the_user_neither_logged_in_nor_chose(
-    tmp_path, monkeypatch, variable, logged_in, mode
+@pytest.fixture
+def server(monkeypatch):
+    """Something that accepts connections in the place of W&B."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def answering_at(monkeypatch, port):
+    settings = SimpleNamespace(base_url=f"http://127.0.0.1:{port}")
+    monkeypatch.setattr(wandb, "setup", lambda: SimpleNamespace(settings=settings))
+
+
+def test_credentials_without_a_network_are_an_offline_run_that_says_how_to_upload(
+    server, monkeypatch, caplog
 ):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(wandb, "login", lambda **_: True)
+    answering_at(monkeypatch, free_port())
+    assert wandb_sink.goes_offline()
+    assert "nothing answers at 127.0.0.1" in caplog.text
+    assert "wandb sync" in caplog.text
+
+
+def test_a_network_behind_a_proxy_is_one(server, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(wandb, "login", lambda **_: True)
+    answering_at(monkeypatch, free_port())
+    monkeypatch.setenv("http_proxy", f"127.0.0.1:{server}")
+    assert not wandb_sink.goes_offline()
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert wandb_sink.goes_offline()
+
+
+def test_what_w_and_b_refuses_is_one_sentence(server, tmp_path, monkeypatch):
+    def refuse(**_):
+        raise wandb.errors.CommError("user is not logged in")
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(wandb, "login", lambda **_: True)
+    answering_at(monkeypatch, server)
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ValueError, match=r"user is not logged in.*WANDB_MODE=offline"):
+        open_tracker(TRAINER, tmp_path, {}, total_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("variable", "logged_in", "mode"),
+    [
+        (None, False, "offline"),
+        (None, True, None),
+        ("online", False, "offline"),
+        ("online", True, None),
+        ("disabled", False, None),
+        ("shared", True, None),
+    ],
+)
+def test_offline_only_without_credentials_and_without_the_users_choice(
+    server, tmp_path, monkeypatch, variable, logged_in, mode
+):
+    answering_at(monkeypatch, server)
     seen = {}
     monkeypatch.delenv("WANDB_MODE", raising=False)
     if variable:
@@ -152,7 +212,8 @@ def test_offline_only_when_the_user_neither_logged_in_nor_chose(
     assert (seen["id"], seen["resume"], tracker.run_id) == ("abc123", "allow", "abc123")
 
 
-def test_a_resumed_run_goes_on_from_its_best(tmp_path, monkeypatch):
+def test_a_resumed_run_goes_on_from_its_best(server, tmp_path, monkeypatch):
+    answering_at(monkeypatch, server)
     summary = {"best/digits/acc/mean@1": 0.7, "best/digits/acc/mean@1/step": 20}
     run = type("Run", (), {"id": "abc", "summary": summary, "log": lambda *_, **__: None})
     monkeypatch.setattr(wandb, "login", lambda **_: True)
