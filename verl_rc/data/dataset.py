@@ -285,6 +285,19 @@ class PromptDataset(Dataset[PromptRow]):
             first_rows.setdefault(str(sources[row_index]), row_index)
         return {source: self._record(row_index)[1] for source, row_index in first_rows.items()}
 
+    def without_ground_truth(self) -> str | None:
+        """The location of the first prompt without a ground truth; None: every prompt has one."""
+        cells = [cell for file in self._files for cell in file.column("reward_model")]
+        for row_index in self._row_indices:
+            cell = cells[row_index]
+            if isinstance(cell, dict) and cell.get("ground_truth") is None:
+                return self._record(row_index)[1]
+        return None
+
+    def unread_columns(self) -> list[str]:
+        """Names of the files' columns that are not read."""
+        return sorted({name for file in self._files for name in file.unread_columns})
+
     def describe_lengths(self, at_most: int = 1000) -> str:
         """One line with the lengths of ``at_most`` prompts. Raises ``ValueError`` when one is too long for
         the options."""

@@ -39,7 +39,7 @@ from verl_rc.driver import checkpoints
 from verl_rc.driver.evaluate import open_for_validation
 from verl_rc.driver.log import log, log_wait
 from verl_rc.driver.openings import Openings
-from verl_rc.driver.scoring import open_scorer
+from verl_rc.driver.scoring import by_built_in_scorers, open_scorer
 from verl_rc.driver.services import Services
 from verl_rc.driver.stop import StopRequest
 from verl_rc.losses import resolve_policy_loss
@@ -159,9 +159,11 @@ def _write_plan_of_run(config: RunConfig, folder: Path) -> None:
 
 
 def _describe_prompts(training: PromptDataset, validation_rows: list[PromptRow], limit: int) -> None:
-    """Log the lengths of the prompts; raises ``ValueError`` when one of those looked at is too long for the
-    run."""
+    """Log the lengths of the prompts and the columns that are not read; raises ``ValueError`` when one of the
+    prompts looked at is too long for the run."""
     log("training: %s", training.describe_lengths())
+    if training.unread_columns():
+        log("training: columns that are not read: %s", ", ".join(training.unread_columns()))
     lengths = [len(row.prompt_token_ids) for row in validation_rows]
     log("validation: %s", describe_lengths(lengths, len(lengths), limit))
 
@@ -207,14 +209,30 @@ def _with_environment(
 def _scored_sources(
     config: RunConfig, training: PromptDataset, validation_rows: Sequence[PromptRow]
 ) -> dict[str, str]:
-    """The data sources whose samples the reward function scores, each with the place of its first row."""
+    """The data sources whose samples the reward function scores, each with the place of its first row.
+
+    Raises ``ValueError`` when a row lacks the ground truth that its built-in scorer needs.
+    """
     environment = config.actor_rollout_ref.rollout.environment
     if environment.name is not None and environment.reward == "turns":
         return {}
+    if by_built_in_scorers(config.reward):
+        _require_ground_truths(training, validation_rows)
     return {
         **{row.data_source: f"row {row.row_index} of data.val_files" for row in validation_rows},
         **training.data_sources(),
     }
+
+
+def _require_ground_truths(training: PromptDataset, validation_rows: Sequence[PromptRow]) -> None:
+    without = [row.row_index for row in validation_rows if row.ground_truth is None]
+    location = training.without_ground_truth() or (f"row {without[0]} of data.val_files" if without else None)
+    if location is not None:
+        raise ValueError(
+            "a built-in scorer compares with the ground_truth in a row's reward_model, but it is null in "
+            f"{location}. Give one, remove the row, or name a function of your own with "
+            "reward.custom_reward_function.path."
+        )
 
 
 def steps_of_run(trainer: TrainerConfig, steps_of_epoch: int) -> int:
