@@ -14,6 +14,7 @@ from verl_rc.data.dataset import PromptRow
 from verl_rc.driver.log import log, log_wait
 from verl_rc.metrics import Mean, Metric, Reduction
 from verl_rc.rewards import (
+    FAILURE_COLUMN,
     RewardError,
     RewardOutput,
     RewardSample,
@@ -21,9 +22,6 @@ from verl_rc.rewards import (
     check_data_sources,
     score_on_timeout,
 )
-
-FAILURE_COLUMN = "reward_failure"
-"""The extra with the reason why a sample was not scored; samples that were scored lack it."""
 
 
 class ResponseScorer:
