@@ -42,8 +42,8 @@ def score(
     responses: Sequence[Sequence[int]],
     episodes: Sequence[Replies],
 ) -> Scores:
-    """Decode responses without their special tokens and score them, by ``environment.reward`` where there is
-    an environment.
+    """Decode responses without their special and stop tokens and score them, by ``environment.reward`` where
+    there is an environment.
 
     Args:
         services: Tokenizer and reward function.
@@ -54,7 +54,10 @@ def score(
     Raises:
         RewardError: At the first failure with ``reward.on_failure=stop``.
     """
-    texts: list[str] = services.tokenizer.batch_decode(list(responses), skip_special_tokens=True)
+    # A stop token need not be a special one.
+    stops = services.stop_token_ids
+    written = [[token for token in response if token not in stops] for response in responses]
+    texts: list[str] = services.tokenizer.batch_decode(written, skip_special_tokens=True)
     environment = services.config.actor_rollout_ref.rollout.environment
     rows = [_with_episode_facts(row, replies) for row, replies in zip(rows, episodes, strict=True)]
     if environment.name is None:

@@ -33,6 +33,7 @@ from verl_rc.data.dataset import (
     build_validation_rows,
     describe_lengths,
 )
+from verl_rc.data.stop_tokens import stop_token_ids
 from verl_rc.data.tokenize import ContinuationEncoder, load_tokenizer, require_same_vocabulary
 from verl_rc.distributed.child_process import RemoteError
 from verl_rc.driver import checkpoints
@@ -128,7 +129,7 @@ def open_run(
             config=config,
             folder=folder,
             tokenizer=tokenizer,
-            stop_token_ids=(tokenizer.eos_token_id,),
+            stop_token_ids=stop_token_ids(tokenizer, config.actor_rollout_ref.model.path),
             prompts=prompts,
             openings=openings,
             validation_rows=validation_rows,
