@@ -152,6 +152,16 @@ def spread_files_by_weight(weights: Sequence[float], count: int) -> list[int]:
     return order
 
 
+def require_ground_truths(without: str | None) -> None:
+    """Raise ``ValueError`` unless ``without``, the location of a row that lacks a ground truth, is None."""
+    if without is not None:
+        raise ValueError(
+            "a built-in scorer compares with the ground_truth in a row's reward_model, but it is null in "
+            f"{without}. Give one, remove the row, or name a function of your own with "
+            "reward.custom_reward_function.path."
+        )
+
+
 def describe_lengths(lengths: Sequence[int], num_prompts: int, limit: int) -> str:
     """A line with the histogram of prompt lengths (tokens, before truncation) against
     ``data.max_prompt_length``.

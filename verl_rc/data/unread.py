@@ -1,5 +1,6 @@
-"""What rows of data may not hold, because it would belong to the prompt and is not read."""
+"""What would belong to the prompt and is not read: entries of rows, arguments of the chat template."""
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -32,3 +33,9 @@ def refuse_unread(record: Mapping[str, Any], location: str, names: Collection[st
         value = record.get(name)
         if value is not None and not (hasattr(value, "__len__") and len(value) == 0):
             raise ValueError(f"{name!r} in {location} is refused: {UNREAD[name]}.")
+
+
+def unread_arguments(template: str | Mapping[str, str], arguments: Mapping[str, Any]) -> list[str]:
+    """The names of ``arguments`` that a chat template, or none of several, mentions."""
+    text = template if isinstance(template, str) else "\n".join(template.values())
+    return [name for name in arguments if not re.search(rf"\b{re.escape(name)}\b", text)]

@@ -105,7 +105,7 @@ class ResponseScorer:
 
     def _failure_output(self, sample: RewardSample, error: RewardError) -> RewardOutput:
         """The output of a failed sample. Raises ``RewardError`` when the run is to stop."""
-        built_in = score_on_timeout(sample.data_source) if by_built_in_scorers(self._config) else None
+        built_in = score_on_timeout(sample.data_source) if self._config.uses_built_in_scorers else None
         if built_in is not None:
             return RewardOutput(built_in, {"acc": 0.0, FAILURE_COLUMN: str(error)})
         if self._config.failure_score is not None:
@@ -136,7 +136,7 @@ def open_scorer(
     Raises ``ValueError`` when a source has no scorer, or when the reward function or the reward model cannot
     be loaded.
     """
-    if by_built_in_scorers(config):
+    if config.uses_built_in_scorers:
         check_data_sources(sources)
     model = RewardModel(config.reward_model) if config.reward_model.enable else None
     building = [] if model is None else model.build()
@@ -155,17 +155,12 @@ def open_scorer(
             pool.close()
 
 
-def by_built_in_scorers(config: RewardConfig) -> bool:
-    """Whether each row is scored by the built-in scorer of its data source."""
-    return not _has_function(config) and not config.reward_model.enable
-
-
 def may_hang(config: RewardConfig, data_source: str) -> bool:
     """Whether a call that scores samples of a source may never return, so that it must run in a reward
     process."""
     if _has_function(config):
         return True
-    return by_built_in_scorers(config) and score_on_timeout(data_source) is not None
+    return config.uses_built_in_scorers and score_on_timeout(data_source) is not None
 
 
 def _has_function(config: RewardConfig) -> bool:

@@ -32,15 +32,17 @@ from verl_rc.data.dataset import (
     build_train_loader,
     build_validation_rows,
     describe_lengths,
+    require_ground_truths,
 )
 from verl_rc.data.stop_tokens import stop_token_ids
 from verl_rc.data.tokenize import ContinuationEncoder, load_tokenizer, require_same_vocabulary
+from verl_rc.data.unread import unread_arguments
 from verl_rc.distributed.child_process import RemoteError
 from verl_rc.driver import checkpoints
 from verl_rc.driver.evaluate import open_for_validation
 from verl_rc.driver.log import log, log_wait
 from verl_rc.driver.openings import Openings
-from verl_rc.driver.scoring import by_built_in_scorers, open_scorer
+from verl_rc.driver.scoring import open_scorer
 from verl_rc.driver.services import Services
 from verl_rc.driver.stop import StopRequest
 from verl_rc.losses import resolve_policy_loss
@@ -181,6 +183,10 @@ def _load_tokenizer(config: RunConfig) -> Any:
     """The policy's tokenizer. Raises ``ValueError`` when it cannot be read, or the teacher has another."""
     model = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model.path, config.data.trust_remote_code)
+    given = config.data.apply_chat_template_kwargs
+    unread = unread_arguments(tokenizer.chat_template, given) if given else []
+    if unread:
+        log("data.apply_chat_template_kwargs: the chat template does not read %s", ", ".join(unread))
     if "teacher" in config.frozen_policies:
         teacher = config.frozen_policies["teacher"]
         require_same_vocabulary(tokenizer, teacher.model_path, model.trust_remote_code)
@@ -217,23 +223,15 @@ def _scored_sources(
     environment = config.actor_rollout_ref.rollout.environment
     if environment.name is not None and environment.reward == "turns":
         return {}
-    if by_built_in_scorers(config.reward):
-        _require_ground_truths(training, validation_rows)
+    if config.reward.uses_built_in_scorers:
+        without = [
+            f"row {row.row_index} of data.val_files" for row in validation_rows if row.ground_truth is None
+        ]
+        require_ground_truths(next(iter(without), None) or training.without_ground_truth())
     return {
         **{row.data_source: f"row {row.row_index} of data.val_files" for row in validation_rows},
         **training.data_sources(),
     }
-
-
-def _require_ground_truths(training: PromptDataset, validation_rows: Sequence[PromptRow]) -> None:
-    without = [row.row_index for row in validation_rows if row.ground_truth is None]
-    location = training.without_ground_truth() or (f"row {without[0]} of data.val_files" if without else None)
-    if location is not None:
-        raise ValueError(
-            "a built-in scorer compares with the ground_truth in a row's reward_model, but it is null in "
-            f"{location}. Give one, remove the row, or name a function of your own with "
-            "reward.custom_reward_function.path."
-        )
 
 
 def steps_of_run(trainer: TrainerConfig, steps_of_epoch: int) -> int:
