@@ -450,7 +450,12 @@ WORKERS = {"PolicyWorker": LedgerActor, "CriticWorker": LedgerCritic, "Reference
 class Loader:
     """Prompts for more steps than are trained."""
 
-    dataset = SimpleNamespace(describe_lengths=lambda: "", data_sources=dict)
+    dataset = SimpleNamespace(
+        describe_lengths=lambda: "",
+        unread_columns=list,
+        data_sources=dict,
+        without_ground_truth=lambda: None,
+    )
 
     def __len__(self) -> int:
         return 6
@@ -538,7 +543,7 @@ def train_on_ledger(
     placement = Placement(
         "cuda", 8, config.num_engines, 1, 1, True, True, cast(Any, places), cast(Any, of_engines)
     )
-    rows = [PromptRow(row, [3, row], [], "table", None, {}) for row in range(3)]
+    rows = [PromptRow(row, [3, row], [], "table", "1", {}) for row in range(3)]
     tokenizer = SimpleNamespace(
         pad_token_id=0,
         eos_token_id=0,

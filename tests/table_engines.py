@@ -107,7 +107,7 @@ def make_run(*overrides: str) -> Any:
     return SimpleNamespace(
         config=small_run_config(Path("unused"), *overrides),
         tokenizer=SimpleNamespace(pad_token_id=99, batch_decode=batch_decode),
-        stop_token_ids=(0,),
+        stop_token_ids=(98,),
         prompts=Prompts(),
         openings=None,
         scorer=Scorer(),

@@ -185,7 +185,8 @@ REWARDS_AND_TOOLS: Mapping[str, tuple[str, str]] = {
     "MATH": (
         "texts are compared after normalising",
         "math-verify compares meaning: what verl accepts, and `0.3333333`, `2^{10}` or `\\pm 3` for what "
-        "they are; text behind a number that is no unit is not cut off",
+        "they are; text behind a number that is no unit is not cut off. Words are compared as text: "
+        "`listen` is not `silent`",
     ),
     "`math_dapo`, `math`, `aime*`": (
         "texts are compared after normalising; without `Answer:`, a box in the last 100 characters must hold "

@@ -1,13 +1,14 @@
 """The function that runs an advantage estimator by its name."""
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from verl_rc.advantage import group_relative, returns  # noqa: F401  (they bind functions to names)
-from verl_rc.advantage.inputs import AdvantageInputs, make_groups, resolve_advantage_estimator
+from verl_rc.advantage.inputs import AdvantageInputs, Groups, make_groups, resolve_advantage_estimator
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS
 
 
@@ -42,8 +43,8 @@ def compute_advantages(  # noqa: PLR0913 - a public entry point, called with key
         group_ids: the prompt of each row; B strings or integers, or an integer tensor [B].
         values: [B, T], in units of reward; needed by ``gae``.
         reward_baselines: [B], in units of reward; score of the greedy answer; needed by ``remax``.
-        included_rows: [B], bool; rows that enter baselines and whitening; all when None. The others get 0.
-            Only for estimators that compare groups.
+        included_rows: [B], bool; rows that enter baselines and whitening; all when None. The others get 0,
+            and so does a row whose group has no other one left. Only for estimators that compare groups.
         gamma: discount per response token, in [0, 1].
         lam: decay of GAE per response token, in [0, 1].
         norm_adv_by_std_in_grpo: whether ``grpo`` divides by the group's standard deviation.
@@ -75,13 +76,14 @@ def compute_advantages(  # noqa: PLR0913 - a public entry point, called with key
             "algorithm.rollout_correction.rejected_in_group_baseline=include"
         )
     mask = response_mask.bool()
-    if included_rows is not None:
-        mask = mask & included_rows.bool().unsqueeze(-1)
+    groups = None if group_ids is None else make_groups(group_ids, mask.any(dim=-1))
+    if included_rows is not None and groups is not None:
+        mask, groups = _included(mask, groups, included_rows.bool())
     rewards = token_level_rewards.detach().to(torch.promote_types(token_level_rewards.dtype, torch.float32))
     inputs = AdvantageInputs(
         token_level_rewards=rewards,
         response_mask=mask,
-        groups=None if group_ids is None else make_groups(group_ids, mask.any(dim=-1)),
+        groups=groups,
         values=None if values is None else values.detach().to(rewards.dtype),
         reward_baselines=reward_baselines,
         component_scores=component_scores,
@@ -96,6 +98,15 @@ def compute_advantages(  # noqa: PLR0913 - a public entry point, called with key
     )
     with torch.no_grad():
         return resolve_advantage_estimator(name)(inputs)
+
+
+def _included(mask: Tensor, groups: Groups, included: Tensor) -> tuple[Tensor, Groups]:
+    """Mask and groups without the rows that are not ``included``, and without those that they leave alone:
+    these can be compared with nothing."""
+    left = replace(groups, is_counted=groups.is_counted & included)
+    alone = (left.sizes(torch.float64) == 1) & (groups.sizes(torch.float64) > 1)
+    left = replace(left, is_counted=left.is_counted & ~alone)
+    return mask & left.is_counted.unsqueeze(-1), left
 
 
 def _check_shapes(rewards: Tensor, response_mask: Tensor, *others: Tensor | None) -> None:

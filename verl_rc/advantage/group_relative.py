@@ -15,7 +15,7 @@ from verl_rc.advantage.inputs import (
     required_groups,
 )
 from verl_rc.advantage.returns import ResponseOrder, returns_to_go, zero_nonfinite_outside
-from verl_rc.tensor_ops import in_row_blocks, masked_whiten
+from verl_rc.tensor_ops import in_row_blocks, is_rounding, masked_whiten
 from verl_rc.tensor_ops.masked import turn_numbers
 
 STD_EPSILON = 1e-6
@@ -32,6 +32,12 @@ def row_scores(inputs: AdvantageInputs) -> Tensor:
         return zero_nonfinite_outside(rewards, mask).sum(dim=-1, dtype=torch.float64)
 
     return in_row_blocks(block_scores, inputs.token_level_rewards, inputs.response_mask)
+
+
+def group_scores(inputs: AdvantageInputs, groups: Groups) -> Tensor:
+    """``row_scores``, equal within a group in which they differ by rounding alone."""
+    magnitudes = replace(inputs, token_level_rewards=inputs.token_level_rewards.abs())
+    return groups.without_rounding(row_scores(inputs), row_scores(magnitudes))
 
 
 @register_advantage_estimator("grpo")
@@ -60,7 +66,8 @@ def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     Returns:
         Advantages and returns, equal, [B, T].
     """
-    groups, scores = required_groups(inputs, "grpo_passk"), row_scores(inputs)
+    groups = required_groups(inputs, "grpo_passk")
+    scores = group_scores(inputs, groups)
     best = groups.is_counted & (scores == groups.per_row(groups.amax(scores)))
     unique = groups.per_row(groups.sum(best.to(scores.dtype))) == 1
     second = groups.per_row(replace(groups, is_counted=groups.is_counted & ~best).amax(scores))
@@ -121,7 +128,8 @@ def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     Returns:
         Advantages and returns, equal, in units of reward, [B, T].
     """
-    groups, scores = required_groups(inputs, "opo"), row_scores(inputs)
+    groups = required_groups(inputs, "opo")
+    scores = group_scores(inputs, groups)
     lengths = inputs.response_mask.sum(dim=-1).to(scores.dtype)
     baselines = groups.per_row(groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1))
     return _broadcast_over_tokens(scores - baselines, inputs)
@@ -137,7 +145,8 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     Returns:
         Advantages and returns, equal, in units of reward, [B, T].
     """
-    groups, scores = required_groups(inputs, "gpg"), row_scores(inputs)
+    groups = required_groups(inputs, "gpg")
+    scores = group_scores(inputs, groups)
     with_signal = (groups.is_counted & (scores != 0)).sum()
     return _broadcast_over_tokens(
         _centred(groups, scores) * groups.is_counted.sum() / with_signal.clamp(min=1), inputs
@@ -167,7 +176,10 @@ def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
             f"(algorithm.gdpo_reward_weights) per component; got {tuple(parts.shape)} and {len(weights)} "
             "weights"
         )
-    normalised = [_normalised(groups, part) for part in parts.to(torch.float64).unbind(dim=-1)]
+    normalised = [
+        _normalised(groups, groups.without_rounding(part, part.abs()))
+        for part in parts.to(torch.float64).unbind(dim=-1)
+    ]
     total = torch.stack([weight * part for weight, part in zip(weights, normalised, strict=True)]).sum(dim=0)
     summed, _ = _broadcast_over_tokens(total, inputs)
     advantages = masked_whiten(summed, inputs.response_mask)
@@ -186,17 +198,24 @@ def _compared(
     """
     groups, mask = required_groups(inputs, estimator), inputs.response_mask
     if not inputs.credits_turns:
-        return _broadcast_over_tokens(compare(groups, row_scores(inputs)), inputs)
+        return _broadcast_over_tokens(compare(groups, group_scores(inputs, groups)), inputs)
     # ``most``: a bound of the number of turns that needs no look at the mask. A reward on tokens of the
     # environment belongs to the turn before them.
     turns, most = turn_numbers(mask), (mask.shape[1] + 1) // 2
     rewards = zero_nonfinite_outside(inputs.token_level_rewards, mask).double()
     per_turn = rewards.new_zeros((len(mask), most))
-    to_go = per_turn.scatter_add(-1, turns, rewards).flip(-1).cumsum(dim=-1).flip(-1)
+    to_go, sizes = (
+        per_turn.scatter_add(-1, turns, terms).flip(-1).cumsum(dim=-1).flip(-1)
+        for terms in (rewards, rewards.abs())
+    )
     has_tokens = per_turn.scatter_add(-1, turns, mask.double()) > 0
     members = groups.group_of_row[:, None] * most + torch.arange(most, device=mask.device)
     by_turn = Groups(members.flatten(), has_tokens.flatten(), groups.num_groups * most)
-    credits = compare(by_turn, to_go.flatten()).where(by_turn.sizes(torch.float64) > 1, 0).view(-1, most)
+    credits = (
+        compare(by_turn, by_turn.without_rounding(to_go.flatten(), sizes.flatten()))
+        .where(by_turn.sizes(torch.float64) > 1, 0)
+        .view(-1, most)
+    )
     advantages = torch.where(mask, credits.gather(-1, turns).to(inputs.token_level_rewards.dtype), 0)
     return advantages, advantages
 
@@ -287,7 +306,8 @@ def tir_optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]
 
 
 def informative_groups(values: Sequence[float], group_ids: Sequence[int]) -> list[int]:
-    """Groups whose samples do not all have the same value, in order of appearance (DAPO, arXiv:2503.14476).
+    """Groups whose samples do not all have the same value, but for rounding, in order of appearance (DAPO,
+    arXiv:2503.14476).
 
     ``values`` and ``group_ids`` hold one entry per sample. Advantages that compare samples of one prompt are
     0 in all other groups. A sample alone in its group counts as informative: there is nothing it could equal.
@@ -298,5 +318,9 @@ def informative_groups(values: Sequence[float], group_ids: Sequence[int]) -> lis
     return [
         group
         for group, group_values in values_by_group.items()
-        if len(group_values) == 1 or min(group_values) < max(group_values)
+        if len(group_values) == 1 or not _are_equal(torch.tensor(group_values, dtype=torch.float64))
     ]
+
+
+def _are_equal(values: Tensor) -> bool:
+    return bool(is_rounding(values.amax() - values.amin(), values.abs().amax()))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS
 from verl_rc.config.user_code import NamedFunctions
-from verl_rc.tensor_ops.masked import group_numbers
+from verl_rc.tensor_ops.masked import group_numbers, is_rounding
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,13 @@ class Groups:
         return values.new_full((self.num_groups,), -torch.inf).scatter_reduce(
             0, self.group_of_row, values, "amax"
         )
+
+    def without_rounding(self, values: Tensor, sizes: Tensor) -> Tensor:
+        """``values`` [B], and in a group whose values differ by rounding alone the largest of them for all
+        its rows. ``sizes`` [B]: the magnitude of what each value is the sum of."""
+        largest, smallest = self.amax(values), -self.amax(-values)
+        equal = is_rounding(largest - smallest, self.amax(sizes))
+        return torch.where(self.per_row(equal), self.per_row(largest), values)
 
     def per_row(self, values: Tensor) -> Tensor:
         """Spread values of groups [num_groups, ...] over their rows: [B, ...]."""

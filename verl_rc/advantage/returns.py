@@ -101,7 +101,7 @@ def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
         inputs.token_level_rewards, values, inputs.response_mask, inputs.gamma, inputs.lam
     )
     advantages = returns - values.where(inputs.response_mask, 0)
-    return masked_whiten(advantages, inputs.response_mask), returns
+    return masked_whiten(advantages, inputs.response_mask, minuends=returns), returns
 
 
 def generalised_returns(

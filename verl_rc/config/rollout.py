@@ -48,7 +48,9 @@ class EngineKwargsConfig(StrictModel):
     """``rollout.engine_kwargs.*``."""
 
     vllm: dict[str, Any] = {}
-    """Further keyword arguments of ``vllm.LLM``. Those that other keys or the run itself set are refused."""
+    """Further keyword arguments of ``vllm.LLM``. Those that other keys or the run itself set are refused, and
+    those that would change the sampled distribution, or what is known of a token: speculative decoding, a KV
+    cache outside the engine, stop tokens of the engine's own."""
 
 
 _ROLLOUT = "write actor_rollout_ref.rollout"
@@ -99,17 +101,48 @@ OWNED_ENGINE_ARGUMENTS = {
         ),
         _OF_THE_RUN,
     ),
-    **dict.fromkeys(("distributed_executor_backend", "skip_tokenizer_init"), _OF_THE_RUN),
+    **dict.fromkeys(
+        ("distributed_executor_backend", "skip_tokenizer_init", "worker_cls", "scheduler_cls"), _OF_THE_RUN
+    ),
+    **dict.fromkeys(("scheduling_policy", "return_sampling_mask", "enable_trace_replay"), _OF_THE_RUN),
     **dict.fromkeys(
         (
             *("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-            *("logit_bias", "logits_processors"),
+            *("logit_bias", "logits_processors", "watermark_config", "reasoning_config", "diffusion_config"),
         ),
         "it changes the sampled distribution; drop it",
     ),
+    **dict.fromkeys(
+        ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+        "speculative decoding is not supported: nothing checks the distribution, the version and the kept "
+        "set of a token that was accepted, nor updates the weights of a draft; drop it",
+    ),
+    **dict.fromkeys(
+        ("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend", "ec_transfer_config"),
+        "a KV cache outside the engine would keep what the weights before an update computed; drop it",
+    ),
+    **dict.fromkeys(
+        ("generation_config", "override_generation_config"),
+        "a response ends at the stop tokens of the model's generation_config.json; edit that file",
+    ),
+    **dict.fromkeys(
+        ("tokenizer", "tokenizer_mode", "tokenizer_revision", "chat_template"),
+        "engines read and write tokens, and the tokenizer is that of actor_rollout_ref.model.path; drop it",
+    ),
+    **dict.fromkeys(
+        ("hf_config_path", "revision", "code_revision", "model_weights", "model_class_overrides"),
+        "trainer and engines must build the same model; write actor_rollout_ref.model.path",
+    ),
+    **dict.fromkeys(("runner", "convert", "pooler_config"), "engines generate; drop it"),
+    **dict.fromkeys(
+        ("enable_expert_parallel", "enable_eplb", "eplb_config", "enable_elastic_ep"),
+        "expert parallelism is not built; drop it",
+    ),
+    "prefill_context_parallel_size": _REPLICAS,
 }
 """Arguments of ``vllm.LLM`` that are refused in ``engine_kwargs.vllm``, and what to do instead: memory, plan
-and limit of the gap follow the keys that set them, and the trainer's log-probs know no filter."""
+and limit of the gap follow the keys that set them, the trainer's log-probs know no filter, and the proof of
+weights and versions covers one model in one engine."""
 
 
 class CheckpointEngineConfig(StrictModel):

@@ -134,7 +134,8 @@ class RolloutCorrectionConfig(PresetConstructors):
     """What a loss is divided by: all response tokens, or the kept ones (which scales the gradient by
     1/acceptance)."""
     rejected_in_group_baseline: Literal["include", "exclude"] = "include"
-    """Whether fully rejected rows count in their group's advantage baseline."""
+    """Whether fully rejected rows count in their group's advantage baseline. With ``exclude``, a row that is
+    left alone in its group gets the advantage 0."""
     nonfinite_logprob: Literal["reject_sequence", "reject_token", "neutral", "raise"] = "reject_sequence"
     """Treatment of a token whose log-prob is NaN or infinite: its row is rejected, only the token is
     rejected, its ratio is taken as 1, or the run stops."""

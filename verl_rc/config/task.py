@@ -150,6 +150,11 @@ class RewardConfig(StrictModel):
     failure_score: float | None = Field(None, allow_inf_nan=False)
     """The score of a failed sample with ``on_failure=score``, which needs it; refused otherwise."""
 
+    @property
+    def uses_built_in_scorers(self) -> bool:
+        """Whether the built-in scorer of its data source scores each row."""
+        return self.custom_reward_function.path is None and not self.reward_model.enable
+
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
         if (self.on_failure == "score") != (self.failure_score is not None):

@@ -152,6 +152,16 @@ def spread_files_by_weight(weights: Sequence[float], count: int) -> list[int]:
     return order
 
 
+def require_ground_truths(without: str | None) -> None:
+    """Raise ``ValueError`` unless ``without``, the location of a row that lacks a ground truth, is None."""
+    if without is not None:
+        raise ValueError(
+            "a built-in scorer compares with the ground_truth in a row's reward_model, but it is null in "
+            f"{without}. Give one, remove the row, or name a function of your own with "
+            "reward.custom_reward_function.path."
+        )
+
+
 def describe_lengths(lengths: Sequence[int], num_prompts: int, limit: int) -> str:
     """A line with the histogram of prompt lengths (tokens, before truncation) against
     ``data.max_prompt_length``.
@@ -284,6 +294,19 @@ class PromptDataset(Dataset[PromptRow]):
         for row_index in self._row_indices:
             first_rows.setdefault(str(sources[row_index]), row_index)
         return {source: self._record(row_index)[1] for source, row_index in first_rows.items()}
+
+    def without_ground_truth(self) -> str | None:
+        """The location of the first prompt without a ground truth; None: every prompt has one."""
+        cells = [cell for file in self._files for cell in file.column("reward_model")]
+        for row_index in self._row_indices:
+            cell = cells[row_index]
+            if isinstance(cell, dict) and cell.get("ground_truth") is None:
+                return self._record(row_index)[1]
+        return None
+
+    def unread_columns(self) -> list[str]:
+        """Names of the files' columns that are not read."""
+        return sorted({name for file in self._files for name in file.unread_columns})
 
     def describe_lengths(self, at_most: int = 1000) -> str:
         """One line with the lengths of ``at_most`` prompts. Raises ``ValueError`` when one is too long for

@@ -41,7 +41,7 @@ class Turn:
     number: int
     """From 0."""
     text: str
-    """With special tokens, without the EOS token at its end. To be read: it is never encoded again."""
+    """With special tokens, without the stop token at its end. To be read: it is never encoded again."""
     token_ids: tuple[int, ...]
     """The sampled tokens."""
     stopped: bool

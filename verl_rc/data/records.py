@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from verl_rc.config.task import DataConfig
 from verl_rc.config.user_code import load_from_file
+from verl_rc.data.unread import MEDIA, UNREAD, refuse_unread
 
 Record = dict[str, Any]
 T = TypeVar("T")
@@ -23,8 +24,8 @@ class RecordFile:
     def __init__(self, path: str, columns: Sequence[str], optional_columns: Sequence[str] = ()) -> None:
         """Read ``columns`` (and ``optional_columns`` where they exist) of ``path``.
 
-        Raises ``ValueError`` when the file is missing, unreadable or empty, lacks one of ``columns``, or is
-        not valid UTF-8.
+        Raises ``ValueError`` when the file is missing, unreadable or empty, lacks one of ``columns``, has a
+        column that belongs to the prompt and is not read, or is not valid UTF-8.
         """
         self.path = path
         self._table = _read_table(path)
@@ -33,9 +34,14 @@ class RecordFile:
             raise ValueError(
                 f"a data file must have at least one row, but {path} has none. Remove it from the list."
             )
+        for name in [name for name in self.columns if name in UNREAD]:
+            for row, value in enumerate(self._table.column(name)):
+                refuse_unread({name: value.as_py()}, f"row {row} of {path}")
         selection = list(
             dict.fromkeys([*columns, *(name for name in optional_columns if name in self.columns)])
         )
+        self.unread_columns = [name for name in self.columns if name not in selection]
+        """Names of the columns that are not read."""
         self._table = self._table.select(selection)
         self._converted(lambda: self._table.validate(full=True), "its columns")
 
@@ -111,6 +117,7 @@ class VerifiersRecords:
         """``file``: read with ``COLUMNS`` and ``prompt_key``. Raises ``ValueError`` when it has no prompts,
         and names the first row without one."""
         self.path = file.path
+        self.unread_columns = file.unread_columns
         self._file = file
         self._prompt_key = prompt_key
         if prompt_key not in file.columns:
@@ -210,6 +217,8 @@ def check_messages(messages: Any, column: str, location: str) -> list[dict[str, 
             f"column {column!r} must hold a list of chat messages {{'role': ..., 'content': text}}, got "
             f"{str(messages)[:120]!r} in {location}. Convert the column, or name another one."
         )
+    for message in messages:
+        refuse_unread(message, f"a message of column {column!r} in {location}", MEDIA)
     # Arrow gives every message of a file the same keys and fills the gaps with None.
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
@@ -237,6 +246,7 @@ class CustomRecords:
         assert path is not None
         assert name is not None
         self.path = f"{name} of {path}"
+        self.unread_columns: list[str] = []
         self._prompt_key = config.prompt_key
         cls = load_from_file(path, name, _KEY, "class", inspect.isclass)
         try:
@@ -272,6 +282,7 @@ class CustomRecords:
                 f"{self.path} ({_KEY}) must give {len(self)} rows, but row {index} raised {error!r}."
             ) from error
         record = dict(row) if isinstance(row, Mapping) else {}
+        refuse_unread(record, f"row {index} of {self.path}")
         if self._prompt_key not in record and "raw_prompt" in record:
             record[self._prompt_key] = record["raw_prompt"]
         missing = [name for name in (self._prompt_key, "data_source", "reward_model") if name not in record]

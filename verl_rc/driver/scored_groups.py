@@ -21,7 +21,6 @@ from verl_rc.data.parts import token_ids
 from verl_rc.data.rollout_batch import build_rollout_batch
 from verl_rc.data.samples import Samples
 from verl_rc.driver.scoring import (
-    FAILURE_COLUMN,
     ResponseScorer,
     extra_columns,
     reward_metrics,
@@ -29,12 +28,8 @@ from verl_rc.driver.scoring import (
 )
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord, StepTokens
-from verl_rc.rewards import RewardError
+from verl_rc.rewards import ENVIRONMENT_PREFIX, FAILURE_COLUMN, OVERLONG_COLUMNS, RewardError
 
-_OVERLONG_COLUMNS = ("overlong_reward", "overlong")
-"""What ``overlong_buffer_cfg.log`` adds to the reward function's columns."""
-_ENVIRONMENT = "env/"
-"""Columns of an environment's metrics begin with it."""
 Replies = Sequence[Reply]
 
 
@@ -47,8 +42,8 @@ def score(
     responses: Sequence[Sequence[int]],
     episodes: Sequence[Replies],
 ) -> Scores:
-    """Decode responses without their special tokens and score them, by ``environment.reward`` where there is
-    an environment.
+    """Decode responses without their special and stop tokens and score them, by ``environment.reward`` where
+    there is an environment.
 
     Args:
         services: Tokenizer and reward function.
@@ -59,7 +54,10 @@ def score(
     Raises:
         RewardError: At the first failure with ``reward.on_failure=stop``.
     """
-    texts: list[str] = services.tokenizer.batch_decode(list(responses), skip_special_tokens=True)
+    # A stop token need not be a special one.
+    stops = services.stop_token_ids
+    written = [[token for token in response if token not in stops] for response in responses]
+    texts: list[str] = services.tokenizer.batch_decode(written, skip_special_tokens=True)
     environment = services.config.actor_rollout_ref.rollout.environment
     rows = [_with_episode_facts(row, replies) for row, replies in zip(rows, episodes, strict=True)]
     if environment.name is None:
@@ -103,7 +101,7 @@ def _environment_columns(episodes: Sequence[Replies]) -> dict[str, list[object]]
     for name in names:
         values = [[one.metrics[name] for one in replies if name in one.metrics] for replies in episodes]
         column: list[object] = [math.fsum(value) if value else None for value in values]
-        columns[name if name == "acc" else f"{_ENVIRONMENT}{name}"] = column
+        columns[name if name == "acc" else f"{ENVIRONMENT_PREFIX}{name}"] = column
     return columns
 
 
@@ -142,7 +140,7 @@ def _with_overlong_penalty(scores: Scores, lengths: Tensor, kwargs: RewardKwargs
     if not buffer.enable:
         return scores
     penalties = _overlong_penalties(lengths, kwargs)
-    columns = dict(zip(_OVERLONG_COLUMNS, (penalties.tolist(), (penalties < 0).tolist()), strict=True))
+    columns = dict(zip(OVERLONG_COLUMNS, (penalties.tolist(), (penalties < 0).tolist()), strict=True))
     extras = {**scores.extras, **(columns if buffer.log else {})}
     return replace(scores, values=scores.values + penalties, extras=extras, unpenalised=scores.values)
 
@@ -251,7 +249,7 @@ def record_batch_of_groups(
     reward_columns = {
         name: column
         for name, column in samples.extras.items()
-        if name not in _OVERLONG_COLUMNS and not name.startswith(_ENVIRONMENT)
+        if name not in OVERLONG_COLUMNS and not name.startswith(ENVIRONMENT_PREFIX)
     }
     record.add_records(reward_metrics(reward_columns, len(samples)))
     record.add(environment_metrics(samples.extras))
@@ -278,7 +276,7 @@ def record_batch_of_groups(
 def environment_metrics(columns: Mapping[str, Sequence[object]]) -> dict[str, float]:
     """Mean, largest and smallest value of the columns of an environment, over the rows that have one."""
     metrics = dict[str, float]()
-    for name in (name for name in columns if name.startswith(_ENVIRONMENT)):
+    for name in (name for name in columns if name.startswith(ENVIRONMENT_PREFIX)):
         numbers = [value for value in columns[name] if isinstance(value, float)]
         if numbers:
             values = torch.tensor(numbers, dtype=torch.float64)
@@ -293,8 +291,8 @@ def environment_call_metrics(episodes: Sequence[Replies]) -> dict[str, float]:
     seconds = [math.fsum(reply.waited for reply in replies) for replies in episodes]
     waits = torch.tensor(seconds, dtype=torch.float64)
     num_retries = sum(reply.asked_again for replies in episodes for reply in replies)
-    waiting = {f"{_ENVIRONMENT}wait_s/{name}": value for name, value in _mean_max_min(waits).items()}
-    return {**waiting, f"{_ENVIRONMENT}calls_again": float(num_retries)}
+    waiting = {f"{ENVIRONMENT_PREFIX}wait_s/{name}": value for name, value in _mean_max_min(waits).items()}
+    return {**waiting, f"{ENVIRONMENT_PREFIX}calls_again": float(num_retries)}
 
 
 def _mean_max_min(values: Tensor) -> dict[str, float]:

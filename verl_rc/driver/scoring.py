@@ -14,6 +14,7 @@ from verl_rc.data.dataset import PromptRow
 from verl_rc.driver.log import log, log_wait
 from verl_rc.metrics import Mean, Metric, Reduction
 from verl_rc.rewards import (
+    FAILURE_COLUMN,
     RewardError,
     RewardOutput,
     RewardSample,
@@ -21,9 +22,6 @@ from verl_rc.rewards import (
     check_data_sources,
     score_on_timeout,
 )
-
-FAILURE_COLUMN = "reward_failure"
-"""The extra with the reason why a sample was not scored; samples that were scored lack it."""
 
 
 class ResponseScorer:
@@ -107,11 +105,7 @@ class ResponseScorer:
 
     def _failure_output(self, sample: RewardSample, error: RewardError) -> RewardOutput:
         """The output of a failed sample. Raises ``RewardError`` when the run is to stop."""
-        built_in = (
-            None
-            if _has_function(self._config) or self._model is not None
-            else score_on_timeout(sample.data_source)
-        )
+        built_in = score_on_timeout(sample.data_source) if self._config.uses_built_in_scorers else None
         if built_in is not None:
             return RewardOutput(built_in, {"acc": 0.0, FAILURE_COLUMN: str(error)})
         if self._config.failure_score is not None:
@@ -142,7 +136,7 @@ def open_scorer(
     Raises ``ValueError`` when a source has no scorer, or when the reward function or the reward model cannot
     be loaded.
     """
-    if not _has_function(config) and not config.reward_model.enable:
+    if config.uses_built_in_scorers:
         check_data_sources(sources)
     model = RewardModel(config.reward_model) if config.reward_model.enable else None
     building = [] if model is None else model.build()
@@ -166,7 +160,7 @@ def may_hang(config: RewardConfig, data_source: str) -> bool:
     process."""
     if _has_function(config):
         return True
-    return not config.reward_model.enable and score_on_timeout(data_source) is not None
+    return config.uses_built_in_scorers and score_on_timeout(data_source) is not None
 
 
 def _has_function(config: RewardConfig) -> bool:

@@ -28,6 +28,7 @@ class Services:
     folder: Path
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
+    """All tokens at which a response ends, EOS first."""
     prompts: PromptStream
     """Training prompts, batch by batch."""
     openings: Openings | None

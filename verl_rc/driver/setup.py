@@ -32,8 +32,11 @@ from verl_rc.data.dataset import (
     build_train_loader,
     build_validation_rows,
     describe_lengths,
+    require_ground_truths,
 )
+from verl_rc.data.stop_tokens import stop_token_ids
 from verl_rc.data.tokenize import ContinuationEncoder, load_tokenizer, require_same_vocabulary
+from verl_rc.data.unread import unread_arguments
 from verl_rc.distributed.child_process import RemoteError
 from verl_rc.driver import checkpoints
 from verl_rc.driver.evaluate import open_for_validation
@@ -121,7 +124,7 @@ def open_run(
             config=config,
             folder=folder,
             tokenizer=tokenizer,
-            stop_token_ids=(tokenizer.eos_token_id,),
+            stop_token_ids=stop_token_ids(tokenizer, config.actor_rollout_ref.model.path),
             prompts=prompts,
             openings=openings,
             validation_rows=validation_rows,
@@ -165,9 +168,11 @@ def _write_plan_of_run(config: RunConfig, folder: Path) -> None:
 
 
 def _describe_prompts(training: PromptDataset, validation_rows: list[PromptRow], limit: int) -> None:
-    """Log the lengths of the prompts; raises ``ValueError`` when one of those looked at is too long for the
-    run."""
+    """Log the lengths of the prompts and the columns that are not read; raises ``ValueError`` when one of the
+    prompts looked at is too long for the run."""
     log("training: %s", training.describe_lengths())
+    if training.unread_columns():
+        log("training: columns that are not read: %s", ", ".join(training.unread_columns()))
     lengths = [len(row.prompt_token_ids) for row in validation_rows]
     log("validation: %s", describe_lengths(lengths, len(lengths), limit))
 
@@ -184,6 +189,10 @@ def _load_tokenizer(config: RunConfig) -> Any:
     """The policy's tokenizer. Raises ``ValueError`` when it cannot be read, or the teacher has another."""
     model = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model.path, config.data.trust_remote_code)
+    given = config.data.apply_chat_template_kwargs
+    unread = unread_arguments(tokenizer.chat_template, given) if given else []
+    if unread:
+        log("data.apply_chat_template_kwargs: the chat template does not read %s", ", ".join(unread))
     if "teacher" in config.frozen_policies:
         teacher = config.frozen_policies["teacher"]
         require_same_vocabulary(tokenizer, teacher.model_path, model.trust_remote_code)
@@ -213,10 +222,18 @@ def _with_environment(
 def _scored_sources(
     config: RunConfig, training: PromptDataset, validation_rows: Sequence[PromptRow]
 ) -> dict[str, str]:
-    """The data sources whose samples the reward function scores, each with the place of its first row."""
+    """The data sources whose samples the reward function scores, each with the place of its first row.
+
+    Raises ``ValueError`` when a row lacks the ground truth that its built-in scorer needs.
+    """
     environment = config.actor_rollout_ref.rollout.environment
     if environment.name is not None and environment.reward == "turns":
         return {}
+    if config.reward.uses_built_in_scorers:
+        without = [
+            f"row {row.row_index} of data.val_files" for row in validation_rows if row.ground_truth is None
+        ]
+        require_ground_truths(next(iter(without), None) or training.without_ground_truth())
     return {
         **{row.data_source: f"row {row.row_index} of data.val_files" for row in validation_rows},
         **training.data_sources(),

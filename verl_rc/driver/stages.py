@@ -247,12 +247,11 @@ def write_samples(folder: str, samples: Samples, step: int) -> None:
     ):  # JSON's own way to write half a surrogate pair
         for index, (row, text, value) in enumerate(rows):
             extras = {name: column[index] for name, column in samples.extras.items()}
-            sample = {
+            own = {
                 "input": row.prompt,
                 "output": text,
                 "gts": row.ground_truth,
                 "score": value,
                 "step": step,
-                **extras,
             }
-            file.write(json.dumps(sample, ensure_ascii=False, default=str) + "\n")
+            file.write(json.dumps({**own, **extras, **own}, ensure_ascii=False, default=str) + "\n")

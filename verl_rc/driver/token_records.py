@@ -183,7 +183,7 @@ class TokenRecorder:
             texts = self._services.tokenizer.batch_decode(
                 [[token] for token in new_ids], skip_special_tokens=False
             )
-            special = set(self._services.tokenizer.all_special_ids)
+            special = {*self._services.tokenizer.all_special_ids, *self._services.stop_token_ids}
             classes = [class_of(text, token in special) for token, text in zip(new_ids, texts, strict=True)]
             self._classes |= dict(zip(new_ids, classes, strict=True))
             if keeps_text:

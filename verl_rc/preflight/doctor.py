@@ -10,7 +10,13 @@ from typing import Any
 from verl_rc.cluster.reward_pool import RewardPool
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
-from verl_rc.data.dataset import PromptDataset, PromptRow, describe_lengths, evenly_spread
+from verl_rc.data.dataset import (
+    PromptDataset,
+    PromptRow,
+    describe_lengths,
+    evenly_spread,
+    require_ground_truths,
+)
 from verl_rc.data.tokenize import encode_prompt, load_tokenizer
 from verl_rc.preflight.finding import Finding
 from verl_rc.preflight.machine import (
@@ -179,6 +185,9 @@ def _read_prompts(
     """Lengths of ``SAMPLED_PROMPTS`` prompts in tokens, the number of all prompts, and the first rows."""
     unlimited = {"max_prompt_length": sys.maxsize, "filter_overlong_prompts": False}
     dataset = PromptDataset(files, tokenizer, config.data.model_copy(update=unlimited))
+    environment = config.actor_rollout_ref.rollout.environment
+    if config.reward.uses_built_in_scorers and (environment.name is None or environment.reward != "turns"):
+        require_ground_truths(dataset.without_ground_truth())
     rows = [dataset[index] for index in evenly_spread(len(dataset), SAMPLED_PROMPTS)]
     return [len(row.prompt_token_ids) for row in rows], len(dataset), rows[:SCORED_ROWS]
 

@@ -9,10 +9,21 @@ from verl_rc.rewards.dispatch import (
     register_scorer,
     score_on_timeout,
 )
-from verl_rc.rewards.sample import RewardError, RewardOutput, RewardSample, as_reward_output
+from verl_rc.rewards.sample import (
+    ENVIRONMENT_PREFIX,
+    FAILURE_COLUMN,
+    OVERLONG_COLUMNS,
+    RewardError,
+    RewardOutput,
+    RewardSample,
+    as_reward_output,
+)
 from verl_rc.rewards.scorers import dapo_math, exact_match, gsm8k, last_answer, math_answer
 
 __all__ = [
+    "ENVIRONMENT_PREFIX",
+    "FAILURE_COLUMN",
+    "OVERLONG_COLUMNS",
     "RewardError",
     "RewardOutput",
     "RewardSample",

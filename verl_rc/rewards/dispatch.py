@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from verl_rc.config.task import RewardConfig
+from verl_rc.config.task import CustomRewardFunctionConfig, RewardConfig
 from verl_rc.config.user_code import load_from_file
 from verl_rc.rewards.sample import RewardError, RewardOutput, RewardSample, as_reward_output
 from verl_rc.rewards.scorers import dapo_math, exact_match, gsm8k, last_answer, math_answer
@@ -130,10 +130,16 @@ def score_on_timeout(data_source: str) -> float | None:
 def build_reward(config: RewardConfig) -> Callable[[RewardSample], RewardOutput]:
     """Build the function that scores a sample.
 
-    Raises ``ValueError`` at once when the user's configured function cannot be loaded. The returned function
-    raises ``RewardError`` naming the sample for every failure.
+    Raises ``ValueError`` at once when the user's configured function cannot be loaded, or settings of it were
+    given without a file. The returned function raises ``RewardError`` naming the sample for every failure.
     """
     custom = config.custom_reward_function
+    if custom.path is None and custom != CustomRewardFunctionConfig():
+        given = ", ".join(sorted(custom.model_fields_set - {"path"}))
+        raise ValueError(
+            f"{_KEY} has no effect without {_KEY}.path, but {given} was given: built-in scorers would score. "
+            "Name the Python file, or drop the rest."
+        )
     with_model = ["reward_model_score"] if config.reward_model.enable else []
     function = None
     if custom.path is not None:

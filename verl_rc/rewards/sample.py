@@ -13,6 +13,27 @@ if TYPE_CHECKING:  # reward processes start without torch, which the data packag
 
 _SHOWN_CHARACTERS = 80
 
+FAILURE_COLUMN = "reward_failure"
+"""The extra with the reason why a sample was not scored; samples that were scored lack it."""
+OVERLONG_COLUMNS = ("overlong_reward", "overlong")
+"""What ``overlong_buffer_cfg.log`` adds to the reward function's columns."""
+ENVIRONMENT_PREFIX = "env/"
+"""Columns of an environment's metrics begin with it."""
+_COLUMNS_OF_THE_RUN = frozenset(
+    {
+        *("input", "output", "gts", "step", "reward", "reward_model_score"),
+        *(FAILURE_COLUMN, *OVERLONG_COLUMNS),
+    }
+)
+_APART = "reward/"
+
+
+def column_name(name: str) -> str:
+    """The column of what a reward function calls ``name``: itself, or ``reward/NAME`` where a run has a
+    column of this name, in its dumps, in validation or in scoring."""
+    is_taken = name in _COLUMNS_OF_THE_RUN or name.startswith((ENVIRONMENT_PREFIX, _APART))
+    return f"{_APART}{name}" if is_taken else name
+
 
 @dataclass(frozen=True)
 class RewardSample:
@@ -72,8 +93,8 @@ def as_reward_output(returned: object, sample: object) -> RewardOutput:
     """Check what a reward function returned: a number, or a mapping with the number under ``score``.
 
     A bare number also becomes ``acc``; arrays and tensors without dimensions count as numbers. ``sample``
-    names the response in the error. Raises ``RewardError`` when the score is missing, no number, or not
-    finite, or when a further value is nothing that can be written to a file.
+    names the response in the error, ``column_name`` the further values. Raises ``RewardError`` when the score
+    is missing, no number, or not finite, or when a further value is nothing that can be written to a file.
     """
     if isinstance(returned, Mapping):
         unnamed = [key for key in returned if not isinstance(key, str)]
@@ -83,7 +104,9 @@ def as_reward_output(returned: object, sample: object) -> RewardOutput:
                 f"strings; for {sample} it returned a dict with the keys {_short_repr(list(returned))}."
             )
         extras = {
-            plain_text(key): _extra(value, key, sample) for key, value in returned.items() if key != "score"
+            column_name(plain_text(key)): _extra(value, key, sample)
+            for key, value in returned.items()
+            if key != "score"
         }
         if extras.get("acc") is not None:
             extras["acc"] = _number(extras["acc"], "acc", sample)

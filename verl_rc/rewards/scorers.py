@@ -7,6 +7,8 @@ from decimal import Decimal, InvalidOperation
 from functools import cache
 from typing import Any
 
+from verl_rc.rewards.words import words_as_symbols
+
 
 def exact_match(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """Score 1.0 when the stripped ``solution_str`` equals ``ground_truth``, else 0.0."""
@@ -26,21 +28,28 @@ def last_answer(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     return exact_match(solution_str.rpartition("=")[2], ground_truth)
 
 
-_ANSWER = re.compile(r"####\s*\$?\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)")
+_ANSWER = re.compile(
+    r"####\s*\$?\s*(-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|-?\.[0-9]+)"
+    r"((?:[.,/:]|[ \t]*[-+*×÷/^=:][ \t]*)\$?[0-9.]\S*|[eE][-+]?[0-9]+|[ \t]+[0-9]+/[0-9]+"
+    r"|[ \t]*\\(?:[dt]?frac|times|cdot|div)\S*)?"
+)
+"""A number, and what makes another number of it, as in ``4/5``, ``4 1/5`` or ``4,5``."""
 
 
 def gsm8k(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """Score 1.0 when the last number written after ``####`` equals ``ground_truth`` as a number, else 0.0.
 
-    Thousands separators and a dollar sign are ignored; a response without ``####`` is always wrong.
+    Thousands separators and a dollar sign are ignored; a response without ``####`` is always wrong, and so is
+    the beginning of a term: ``#### 4/5`` is not 4.
     Raises ``ValueError`` when ``ground_truth`` is no number.
     """
     expected = _as_number(str(ground_truth))
     if expected is None:
         raise ValueError(f"the ground truth of a GSM8K problem must be a number, got {ground_truth!r}.")
     answers = _ANSWER.findall(solution_str)
-    answer = answers[-1].replace(",", "") if answers else None
-    right = float(answer is not None and _as_number(answer) == expected)
+    number, rest = answers[-1] if answers else ("", "")
+    answer = number + rest if rest else number.replace(",", "") or None
+    right = float(not rest and answer is not None and _as_number(answer) == expected)
     return {"score": right, "acc": right, "pred": answer}
 
 
@@ -60,7 +69,7 @@ _UNITS = r"dollars?|points?|integers?|weeks?|foot|centimeters?|(?:mm|cm|km|m|in|
 _IGNORED = re.compile(
     "|".join(
         [
-            rf"{_BLANKS}(?:\\?%|\\text\{{\s*percent\s*\}}|\bpercent\b)",
+            rf"{_BLANKS}(?:\\?%|\\text\{{\s*percent(?:age)?\s*\}}|\b(?:percent(?:age)?|pct)\b)",
             rf"{_BLANKS}(?:\^?\{{?\\(?:text)?degree(?![a-zA-Z])\}}?|°)",
             rf"(?<=[0-9}}]){_BLANKS}(?:{_UNITS})$",
         ]
@@ -75,9 +84,10 @@ def math_answer(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """Score 1.0 when the last ``\\boxed{}`` of ``solution_str`` means the same as ``ground_truth``, else 0.0.
 
     Equality is math-verify's: sets, intervals, fractions, units and rounding are understood. Percent and
-    degree signs are ignored as in verl's scorers: 50 % is 50, not 0.5. It may not terminate and has no time
-    limit of its own: call it in a process that can be killed. Raises ``ValueError`` when ``ground_truth``
-    cannot be read as mathematics.
+    degree signs are ignored as in verl's scorers: 50 % is 50, not 0.5. Words are compared as text, whatever
+    their case: ``listen`` is not ``silent``, alone or in a formula, but ``xy`` is ``yx``. It may not
+    terminate and has no time limit of its own: call it in a process that can be killed. Raises ``ValueError``
+    when ``ground_truth`` is neither mathematics nor words.
     """
     answer = last_boxed(solution_str)
     right = float(_means_the_same(answer, str(ground_truth)))
@@ -88,8 +98,7 @@ def dapo_math(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """Score +1.0 when right and -1.0 when wrong (DAPO, arXiv:2503.14476).
 
     The answer is what follows the last ``Answer:`` within the last 300 characters, in a ``\\boxed{}`` or not;
-    without ``Answer:`` it is the last ``\\boxed{}`` there. Equality as in ``math_answer``. Raises
-    ``ValueError`` when ``ground_truth`` cannot be read as mathematics.
+    without ``Answer:`` it is the last ``\\boxed{}`` there. Equality and errors as in ``math_answer``.
     """
     tail = solution_str[-_DAPO_TAIL:]
     marked = _DAPO_ANSWER.findall(tail)
@@ -128,18 +137,18 @@ def _means_the_same(answer: str | None, ground_truth: str) -> bool:
 
     def parsed(text: str) -> list[Any]:
         expression: list[Any] = verifier.parse(
-            f"\\boxed{{{_plain(text)}}}", parsing_timeout=None, raise_on_error=False
+            f"\\boxed{{{words_as_symbols(_plain(text))}}}",
+            [verifier.LatexExtractionConfig()],
+            extraction_mode="first_match",
+            parsing_timeout=None,
         )
         return expression
 
-    truth = last_boxed(ground_truth) or ground_truth.strip()
-    expected = parsed(truth)
-    if (
-        all(isinstance(part, str) for part in expected) and not truth.isalpha()
-    ):  # a word like "true" is compared as text
+    expected = parsed(last_boxed(ground_truth) or ground_truth.strip())
+    if all(isinstance(part, str) for part in expected):
         raise ValueError(
-            "the ground truth of a math problem must be something math-verify can read as mathematics, got "
-            f"{ground_truth!r}."
+            "the ground truth of a math problem must be something math-verify can read as mathematics, or "
+            f"words, got {ground_truth!r}."
         )
     return answer is not None and bool(
         verifier.verify(expected, parsed(answer), timeout_seconds=None, raise_on_error=False)

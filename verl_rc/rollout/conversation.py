@@ -216,9 +216,11 @@ class Conversations:
         ]
 
     def _turn(self, number: int, tokens: list[int], *, stopped: bool) -> Turn:
+        # Whichever stop token has ended the turn is its last one.
+        written = tokens[:-1] if stopped else tokens
         # In many chat templates the tags of a tool call are special tokens.
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
-        return Turn(number, text.removesuffix(self._tokenizer.eos_token), tuple(tokens), stopped)
+        text: str = self._tokenizer.decode(written, skip_special_tokens=False)
+        return Turn(number, text, tuple(tokens), stopped)
 
     def close(self, request: GenerationRequest) -> None:
         """Close the episode of a cancelled request."""

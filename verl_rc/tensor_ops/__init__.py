@@ -15,6 +15,7 @@ from verl_rc.tensor_ops.divergence import (
 from verl_rc.tensor_ops.logprobs import HiddenStateScores, ScoreOptions, scores_from_hidden_states
 from verl_rc.tensor_ops.masked import (
     in_row_blocks,
+    is_rounding,
     masked_row_sums,
     masked_sum,
     masked_whiten,
@@ -30,6 +31,7 @@ __all__ = [
     "binary_kl",
     "bound_log_ratio",
     "in_row_blocks",
+    "is_rounding",
     "k1_estimate",
     "k2_estimate",
     "k3_estimate",

@@ -18,21 +18,50 @@ def masked_row_sums(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device)).sum(dim=-1)
 
 
-def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """``(x - mean) / sqrt(var + 1e-8)`` over the True positions, 0 elsewhere; variance with Bessel's
-    correction.
+_ROUNDING = 4 * torch.finfo(torch.float32).eps
+"""Relative size of what a few operations in float32 leave: four steps of the largest value."""
 
-    With fewer than two True positions there is no variance; the values are only centred.
+
+def is_rounding(spread: Tensor, size: Tensor) -> Tensor:
+    """Whether numbers that are ``spread`` apart, the largest of which has the magnitude ``size``, are equal
+    but for float32's rounding; bool.
+
+    Dividing by such a spread would make a signal of it. Rewards come in float32.
     """
+    return (spread <= _ROUNDING * size) & size.isfinite()
+
+
+def masked_whiten(values: Tensor, mask: Tensor, minuends: Tensor | None = None) -> Tensor:
+    """``(x - mean) / sqrt(var + 1e-8)`` over the True positions of ``[B, T]``, 0 elsewhere; variance with
+    Bessel's correction. Summed in float64.
+
+    All 0 with fewer than two True positions, and where the values differ by rounding alone. ``minuends``
+    ``[B, T]``: the numbers that the values are differences of, whose magnitude is that of the rounding; None:
+    the values themselves.
+    """
+    if values.numel() == 0:
+        return values.clone()
     count, outside = mask.sum(), ~mask
     centred = values.masked_fill(
         outside, 0.0
     )  # from here on in place: a fresh tensor costs more than the arithmetic
-    mean = centred.sum(dim=-1).double().sum() / count.clamp_min(1)
-    centred.sub_(mean.to(values.dtype)).masked_fill_(outside, 0.0)
-    variance = torch.linalg.vecdot(centred, centred).double().sum() / (count - 1).clamp_min(1)
-    scale = torch.where(count > 1, torch.rsqrt(variance + 1e-8), 1.0)
+    mean = centred.sum(dim=-1, dtype=torch.float64).sum() / count.clamp_min(1)
+    rounded_mean = mean.to(values.dtype)
+    smallest, largest = centred.masked_fill_(outside, rounded_mean).aminmax()
+    # The difference of close numbers is exact, so what the mean's rounding left can be taken off behind it.
+    centred.sub_(rounded_mean).sub_((mean - rounded_mean).to(values.dtype)).masked_fill_(outside, 0.0)
+    variance = in_row_blocks(_row_squares, centred).sum() / (count - 1).clamp_min(1)
+    size = torch.maximum(largest.abs(), smallest.abs())
+    if minuends is not None:
+        size = torch.maximum(size, minuends.masked_fill(outside, 0.0).abs_().amax())
+    scale = torch.rsqrt(variance + 1e-8).masked_fill(is_rounding(largest - smallest, size), 0.0)
     return centred.mul_(scale.to(values.dtype))
+
+
+def _row_squares(values: Tensor) -> Tensor:
+    exact = values.double()
+    squares: Tensor = torch.linalg.vecdot(exact, exact)
+    return squares
 
 
 def placed(values: Tensor, mask: Tensor) -> Tensor:

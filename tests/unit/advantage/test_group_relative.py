@@ -73,6 +73,65 @@ def test_passk_pays_the_best_rows_lead_only(rows: list[tuple[float, int]], norma
             assert advantages[row] == pytest.approx(expected[row])
 
 
+GROUP_ESTIMATORS = [
+    "grpo",
+    "grpo_passk",
+    "rloo",
+    "rloo_vectorized",
+    "reinforce_plus_plus_baseline",
+    "opo",
+    "gpg",
+]
+
+
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+@pytest.mark.parametrize("scale", [0.1, 100.3, 12345.6])
+def test_scores_a_float32_step_apart_are_equal_scores(name: str, scale: float) -> None:
+    """What is left of 12345.6 is 1e-12 of it: the mean of equal numbers, in float64."""
+    low = torch.tensor(scale)
+    rewards = torch.stack([low, low.nextafter(torch.tensor(math.inf)), low, low]).unsqueeze(1)
+    for credit in ("episode", "turn"):  # the same for estimators without credit by turn
+        advantages, _ = compute_advantages(
+            name, rewards, torch.ones(4, 1), group_ids=[0] * 4, turn_credit=credit
+        )
+        assert advantages.abs().max() <= scale * 1e-12
+    assert informative_groups(rewards[:, 0].tolist(), [0] * 4) == []
+
+
+def test_parts_of_a_reward_a_float32_step_apart_are_equal_parts() -> None:
+    part = torch.tensor([100.3, 100.3, 100.3])
+    part[1] = part[1].nextafter(torch.tensor(math.inf))
+    advantages, _ = compute_advantages(
+        "gdpo", torch.zeros(3, 1), torch.ones(3, 1), group_ids=[0] * 3, component_scores=part.unsqueeze(1)
+    )
+    assert advantages.eq(0).all()
+
+
+def test_what_large_rewards_leave_when_they_cancel_is_no_score() -> None:
+    """100.1 + 200.2 − 300.3 is 7.6e-6 in float32 numbers, added up exactly."""
+    rewards = torch.tensor([[100.1, 200.2, -300.3], [0.0, 0.0, 0.0], [100.1, 200.2, -300.3]])
+    assert rewards[0].double().sum().item() == pytest.approx(7.6e-6, rel=0.1)
+    advantages, _ = compute_advantages("grpo", rewards, torch.ones(3, 3), group_ids=[0] * 3)
+    assert advantages.eq(0).all()
+
+
+def test_scores_far_enough_apart_keep_their_advantages() -> None:
+    advantages = row_advantages("grpo", [100.0, 100.001], [0, 0])
+    assert advantages == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=2e-3)
+    assert informative_groups([100.0, 100.001], [0, 0]) == [0]
+
+
+def test_a_row_that_exclusion_leaves_alone_gets_zero_and_an_only_row_keeps_its_score() -> None:
+    rewards = torch.tensor([[1.0], [0.5], [2.0], [3.0], [0.25]])
+    included = torch.tensor([True, False, True, True, True])
+    for name in ("grpo", "rloo", "gpg", "reinforce_plus_plus_baseline"):
+        advantages, _ = compute_advantages(
+            name, rewards, torch.ones(5, 1), group_ids=[0, 0, 1, 1, 2], included_rows=included
+        )
+        assert advantages[:2].eq(0).all()
+        assert advantages[2:].ne(0).all()
+
+
 def test_equal_scores_give_zero_even_when_they_are_no_round_numbers() -> None:
     rewards, mask = one_token_rows([0.1] * 7)
     advantages, _ = compute_advantages("grpo", rewards.float(), mask, group_ids=[0] * 7)

@@ -154,3 +154,12 @@ def test_a_reward_before_the_first_response_token_is_credited_to_it() -> None:
     rewards = torch.tensor([[7.0, torch.nan, 0.0, 1.0]])
     mask = torch.tensor([[False, False, True, True]])
     assert returns_to_go(rewards, mask, 1.0)[0].tolist() == pytest.approx([0, 0, 8, 1])
+
+
+def test_a_critic_that_is_right_to_a_float32_step_leaves_no_advantage() -> None:
+    rewards = torch.zeros(4, 6)
+    rewards[:, -1] = 1000.3
+    values = torch.full((4, 6), 1000.3)
+    values[::2] = values[::2].nextafter(torch.tensor(torch.inf))
+    advantages, _ = compute_advantages("gae", rewards, torch.ones(4, 6), values=values)
+    assert advantages.eq(0).all()

@@ -155,3 +155,33 @@ def test_a_folder_without_permission_is_named(tmp_path):
 def test_the_nearest_parent_that_exists(tmp_path):
     assert paths.first_existing(tmp_path / "a" / "b") == tmp_path
     assert paths.first_existing(tmp_path) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        (
+            "speculative_config={method: ngram, num_speculative_tokens: 3}",
+            "speculative decoding is not supported",
+        ),
+        ("spec_method=ngram", "speculative decoding is not supported"),
+        ("spec_tokens=3", "speculative decoding is not supported"),
+        ("watermark_config={key: 1}", "changes the sampled distribution"),
+        ("reasoning_config={reasoning_parser: qwen3}", "changes the sampled distribution"),
+        ("kv_transfer_config={kv_connector: LMCacheConnectorV1}", "a KV cache outside the engine"),
+        ("kv_offloading_size=1.0", "a KV cache outside the engine"),
+        ("override_generation_config={eos_token_id: 5}", "stop tokens of the model's generation_config"),
+        ("generation_config=vllm", "stop tokens of the model's generation_config"),
+        ("tokenizer=other", "engines read and write tokens"),
+        ("revision=main", "must build the same model"),
+        ("runner=pooling", "engines generate"),
+        ("worker_cls=my.Worker", "the run sets it"),
+        ("enable_expert_parallel=True", "expert parallelism is not built"),
+    ],
+)
+def test_arguments_of_the_engine_that_would_falsify_a_run_are_refused(
+    argument: str, reason: str, tmp_path: Path
+) -> None:
+    name = argument.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"engine_kwargs\.vllm\.{name}=.* is refused: .*{reason}"):
+        check_run(make_config(tmp_path, f"actor_rollout_ref.rollout.engine_kwargs.vllm.{argument}"))

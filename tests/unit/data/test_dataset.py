@@ -367,3 +367,12 @@ def test_a_state_of_something_else_is_refused() -> None:
 def test_a_position_in_other_data_is_refused_when_it_is_loaded() -> None:
     with pytest.raises(ValueError, match="a resumed run must read the data it was started with"):
         make_stream(rows=8).load_state_dict(make_stream().state_dict())
+
+
+def test_the_first_chosen_row_without_a_ground_truth_is_found(write_parquet, record, tokenizer):
+    rows = [record(str(10 + i)) for i in range(4)]
+    rows[2]["reward_model"]["ground_truth"] = None
+    path = write_parquet(rows)
+    dataset = PromptDataset([path], tokenizer, options(shuffle=False))
+    assert dataset.without_ground_truth() == f"row 2 of {path}"
+    assert PromptDataset([path], tokenizer, options(shuffle=False), 2).without_ground_truth() is None

@@ -256,3 +256,66 @@ def test_what_lacks_in_a_file_of_verifiers_is_named(write_parquet, tokenizer):
 
 def options_of(path):
     return DataConfig(train_files=[path], val_files=[path], seed=1, gen_batch_size=1)
+
+
+@pytest.mark.parametrize("name", ["images", "image", "videos", "audios", "multi_modal_data"])
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_row_with_more_than_text_is_refused_at_the_start(
+    name, suffix, write_parquet, record, tokenizer, tmp_path
+):
+    """Also where only a later row has one: the rows before it hold nothing."""
+    rows = [record("1", **{name: None}), record("2", **{name: ["picture.png"]})]
+    if suffix == "parquet":
+        path = write_parquet(rows)
+    else:
+        path = str(tmp_path / "data.jsonl")
+        (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match=rf"'{name}' in row 1 of .* is refused: images, video and audio"):
+        PromptDataset([path], tokenizer, options_of(path))
+    (tmp_path / "sft.jsonl").write_text(json.dumps({"messages": [], name: [1]}))
+    with pytest.raises(ValueError, match=rf"'{name}' in row 0 of .*sft.jsonl is refused"):
+        RecordFile(str(tmp_path / "sft.jsonl"), ["messages"])
+
+
+@pytest.mark.parametrize("empty", [None, []])
+def test_a_column_of_images_without_any_is_no_obstacle(empty, write_parquet, record, tokenizer):
+    path = write_parquet([record("1", images=empty), record("2", images=empty)])
+    assert len(PromptDataset([path], tokenizer, options_of(path))) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("tools", [{"type": "function"}], "multi_turn.tools"),
+        ("enable_thinking", False, "data.apply_chat_template_kwargs"),
+        ("chat_template_kwargs", {"enable_thinking": False}, "data.apply_chat_template_kwargs"),
+    ],
+)
+def test_a_column_that_would_change_the_prompt_is_refused(name, value, instead, write_parquet, record):
+    with pytest.raises(ValueError, match=rf"'{name}' in row 0 of .* is refused: .*{instead}"):
+        RecordFile(write_parquet([record("1", **{name: value})]), ["prompt"])
+
+
+def test_a_message_with_an_image_beside_its_text_is_refused():
+    messages = [{"role": "user", "content": "<image>how many?", "images": ["picture.png"]}]
+    with pytest.raises(ValueError, match="'images' in a message of column 'prompt' in row 0 is refused"):
+        check_messages(messages, "prompt", "row 0")
+
+
+def test_a_row_of_a_users_class_with_an_image_is_refused(tmp_path, record, tokenizer):
+    row = {**record("1"), "multi_modal_data": {"image": [0]}}
+    (tmp_path / "own.py").write_text(
+        "class Own:\n"
+        "    def __init__(self, data_files, tokenizer, processor, config): ...\n"
+        "    def __len__(self): return 1\n"
+        f"    def __getitem__(self, index): return {row!r}\n"
+    )
+    own = {"path": str(tmp_path / "own.py"), "name": "Own"}
+    data = DataConfig.model_validate({**options_of("unused").model_dump(), "custom_cls": own})
+    with pytest.raises(ValueError, match=r"'multi_modal_data' in row 0 of Own of .* is refused"):
+        PromptDataset([], tokenizer, data)
+
+
+def test_columns_that_are_not_read_are_named(write_parquet, record, tokenizer):
+    path = write_parquet([record("1", split="train")])
+    assert PromptDataset([path], tokenizer, options_of(path)).unread_columns() == ["ability", "split"]

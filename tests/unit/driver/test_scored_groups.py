@@ -1,15 +1,18 @@
 """What a step trains on, with engines and a reward that are a table: refilling, trimming, greedy baselines,
 penalties."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from table_engines import FILTER, GREEDY_SCORE, make_run, new_supply, sample
+from make_tiny_model import build_tokenizer
+from table_engines import FILTER, GREEDY_SCORE, make_run, new_supply, prompt, sample
 
 from verl_rc.checkpoint import RunState
 from verl_rc.driver import scored_groups
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.ledger import LedgerError
+from verl_rc.rewards import RewardOutput
 
 
 def test_without_a_filter_all_prompts_stay() -> None:
@@ -185,3 +188,17 @@ def test_the_overlong_penalty_weighs_its_factor_and_is_a_column_only_if_asked_fo
     batch, _ = sample(make_run(*limits, f"{section}.penalty_factor=0.5"))
     assert batch.scores.tolist() == [1, 0.75, 0, 0.75]
     assert "overlong_reward" not in batch.extras
+
+
+def test_no_stop_token_is_scored_a_special_one_or_not() -> None:
+    tokenizer, run, seen = build_tokenizer(1024), make_run(), list[str]()
+    run.tokenizer, run.stop_token_ids = tokenizer, (tokenizer.eos_token_id, *tokenizer.encode("!"))
+
+    def scored(rows: Any, texts: list[str]) -> list[RewardOutput]:
+        seen.extend(texts)
+        return [RewardOutput(1.0)] * len(texts)
+
+    run.scorer = SimpleNamespace(score=scored)
+    responses = [tokenizer.encode(text) for text in ("5<|im_end|>", "5!", "5", "5<|endoftext|>")]
+    scores = scored_groups.score(run, [prompt(0)] * 4, responses, [()] * 4)
+    assert scores.texts == seen == ["5"] * 4

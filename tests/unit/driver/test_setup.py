@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,3 +133,20 @@ def test_a_run_is_no_longer_than_its_prompts_and_says_so(
         "trainer.total_epochs"
     ]
     assert lines == (said if is_said else [])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_missing_ground_truth_is_found_at_the_start_if_a_built_in_scorer_needs_it(
+    training: bool, tmp_path: Path
+) -> None:
+    dataset = SimpleNamespace(
+        without_ground_truth=lambda: "row 7 of a.parquet" if training else None, data_sources=dict
+    )
+    rows = [SimpleNamespace(row_index=3, data_source="digits", ground_truth="1" if training else None)]
+    place = "row 7 of a.parquet" if training else r"row 3 of data\.val_files"
+    with pytest.raises(
+        ValueError, match=rf"ground_truth in a row's reward_model, but it is null in {place}\."
+    ):
+        setup._scored_sources(small_run_config(tmp_path), dataset, rows)
+    own = small_run_config(tmp_path, "reward.custom_reward_function.path=my_reward.py")
+    assert setup._scored_sources(own, dataset, rows).keys() == {"digits"}

@@ -1,5 +1,7 @@
 """What the stages of a step request of the actor."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
@@ -9,7 +11,7 @@ from sound_run import sound_run
 
 from verl_rc.config.load import load_run_config
 from verl_rc.data.batches import Timed
-from verl_rc.driver.stages import update_actor
+from verl_rc.driver.stages import update_actor, write_samples
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.workers.updates import ActorReport
 
@@ -43,3 +45,20 @@ def test_every_50th_step_compares_interpolated_log_probs(
         update_actor(services, state, Mock(response_mask=mask, loss_mask=mask), Mock(), StepRecord(), Mock())
     request = services.actor.update.call_args.args[3]
     assert request.compares_proximal is compares
+
+
+def test_columns_of_the_reward_function_stand_beside_those_of_a_dump(tmp_path: Path) -> None:
+    """Also those that a checkpoint of an older release holds under a name of the dump."""
+    row = SimpleNamespace(prompt=[{"role": "user", "content": "12"}], ground_truth="12")
+    extras = {"acc": [1.0], "reward/output": ["of the sandbox"], "step": [7]}
+    samples = SimpleNamespace(rows=[row], texts=["12"], scores=torch.tensor([1.0]), extras=extras)
+    write_samples(str(tmp_path), samples, 3)
+    assert json.loads((tmp_path / "3.jsonl").read_text()) == {
+        "input": row.prompt,
+        "output": "12",
+        "gts": "12",
+        "score": 1.0,
+        "step": 3,
+        "acc": 1.0,
+        "reward/output": "of the sandbox",
+    }

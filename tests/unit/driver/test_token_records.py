@@ -22,7 +22,7 @@ from verl_rc.data.dataset import PromptRow
 from verl_rc.data.episode import Reply
 from verl_rc.data.samples import Samples
 from verl_rc.data.token_parquet import read_record, record_files
-from verl_rc.data.token_record import FOLDER, PIECES, TokenRecord, noise_scale
+from verl_rc.data.token_record import FOLDER, PIECES, TOKEN_CLASSES, TokenRecord, noise_scale
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.token_records import RecordedRows, TokenRecorder
@@ -193,6 +193,7 @@ def recorded(
     samples: Samples,
     step: int = 1,
     evaluations: PolicyEvaluations = INPUTS.evaluations,
+    stops: tuple[int, ...] = (2,),
 ) -> TokenRecord:
     """The record of a step."""
     services = SimpleNamespace(
@@ -200,7 +201,7 @@ def recorded(
         folder=folder,
         tokenizer=SimpleNamespace(all_special_ids=[], batch_decode=lambda rows, **_: ["x"] * len(rows)),
         tracker=SimpleNamespace(last_alert=None),
-        stop_token_ids=(2,),
+        stop_token_ids=stops,
         saves_at=lambda step: False,
     )
     control, inputs = Control.from_config(config.algorithm), dataclasses.replace(INPUTS, samples=samples)
@@ -372,3 +373,13 @@ def test_seconds_of_a_record() -> None:
         seconds = (time.perf_counter() - started) / 5
         print(f"{seconds * 1000:.1f} ms and {path.stat().st_size / 65_536:.1f} bytes a token")
     assert seconds < 0.5
+
+
+def test_stop_tokens_are_of_the_special_class_whatever_their_text(tmp_path: Path) -> None:
+    """The tokenizer of this test has no special tokens of its own."""
+    samples = samples_with_prompts()
+    stop = int(samples.rollouts.tokens.responses[0, 0])
+    record = recorded(tmp_path, config_of(CORRECTION), samples, stops=(stop,))
+    is_special = record.tokens["token_class"] == TOKEN_CLASSES.index("special")
+    assert is_special.any()
+    assert (is_special == (record.tokens["response_ids"] == stop)).all()

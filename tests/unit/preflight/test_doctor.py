@@ -70,6 +70,12 @@ def test_steps_that_the_prompts_give_are_not_called_too_few(model: str, tmp_path
             "data_source must be one that has a scorer, got 'ghost'",
         ),
         (
+            [*ROWS, {**ROWS[0], "reward_model": {"ground_truth": None}}],
+            {},
+            "data.train_files",
+            f"it is null in row {len(ROWS)} of",
+        ),
+        (
             ROWS,
             {"reward__custom_reward_function__path": "nowhere.py"},
             "reward",

@@ -201,3 +201,10 @@ def test_a_missing_function_is_found_before_the_first_step(tmp_path):
     section = {"path": str(tmp_path / "nothing.py")}
     with pytest.raises(ValueError, match=r"nothing.py"):
         build_reward(RewardConfig.model_validate({"custom_reward_function": section}))
+
+
+@pytest.mark.parametrize("given", [{"reward_kwargs": {"bonus": 0.1}}, {"name": "my_score"}])
+def test_settings_of_a_function_that_no_file_holds_are_refused(given):
+    config = RewardConfig.model_validate({"custom_reward_function": given})
+    with pytest.raises(ValueError, match=rf"no effect without .*\.path, but {next(iter(given))} was given"):
+        build_reward(config)

@@ -73,3 +73,17 @@ def test_extras_that_cannot_be_written_are_refused(value):
         match=r"numbers, texts, None, or lists and dicts of those, got .* under 'extra' for row 7",
     ):
         as_reward_output({"score": 1.0, "extra": value}, "row 7")
+
+
+OF_THE_RUN = ["input", "output", "gts", "step", "reward", "reward_failure", "overlong", "overlong_reward"]
+
+
+@pytest.mark.parametrize("name", [*OF_THE_RUN, "reward_model_score", "env/moves", "reward/output"])
+def test_a_column_with_a_name_of_the_run_is_kept_under_a_prefix(name):
+    output = as_reward_output({"score": 1.0, name: 7, "other": 8}, "row 0")
+    assert output.extras == {f"reward/{name}": 7, "other": 8}
+
+
+def test_names_of_the_function_stay_apart_from_each_other():
+    returned = {"score": 1.0, "output": 1, "reward/output": 2, "reward/reward/output": 3}
+    assert sorted(as_reward_output(returned, "row 0").extras.values()) == [1, 2, 3]

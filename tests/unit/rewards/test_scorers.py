@@ -59,6 +59,17 @@ def test_scores(text: str, right: float) -> None:
         ("The answer is 4.", "4", 0.0, None),
         ("#### four", "4", 0.0, None),
         ("### 4", "4", 0.0, None),
+        ("#### 4 - done", "4", 1.0, "4"),
+        ("#### 4\n-5 is no answer", "4", 1.0, "4"),
+        ("#### 4, 5", "4", 1.0, "4"),
+        ("#### 4/5", "4", 0.0, "4/5"),
+        ("#### 4 1/5", "4", 0.0, "4 1/5"),
+        ("#### 4\\frac{1}{5}", "4", 0.0, "4\\frac{1}{5}"),
+        ("#### 4 + 1", "4", 0.0, "4 + 1"),
+        ("#### 4e5", "4", 0.0, "4e5"),
+        ("#### 4.5.6", "4.5", 0.0, "4.5.6"),
+        ("#### 1,2,3,4", "1234", 0.0, "1,2,3,4"),
+        ("#### 12345,678", "12345678", 0.0, "12345,678"),
         ("#### 4", "so 1 + 3\n#### 4", 1.0, "4"),
     ],
 )
@@ -147,11 +158,42 @@ def test_signs_and_units_count_as_in_the_scorers_of_verl(pair):
     assert dapo_math(f"Answer: {answer}", truth)["acc"] == right
 
 
+TABLE = json.loads((Path(__file__).parents[2] / "golden" / "math_pairs.json").read_text())
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_every_pair_of_the_table_is_judged_as_its_heading_says(right):
+    judged = [
+        (answer, truth)
+        for answer, truth in TABLE["right" if right else "wrong"]
+        if bool(math_answer(f"\\boxed{{{answer}}}", truth)["acc"]) != right
+        or bool(dapo_math(f"Answer: \\boxed{{{answer}}}", truth)["acc"]) != right
+    ]
+    assert judged == []
+
+
+@pytest.mark.parametrize("word", ["false", "no", "odd", "silent", "no solution", "Navin", "non-negative"])
+@pytest.mark.parametrize("form", ["{}", r"\text{{{}}}", "x = {}", "5, {}", "({}, yes)"])
+def test_a_word_is_right_in_every_case_and_wrong_with_its_letters_in_another_order(word, form):
+    for scored, right in ((word, 1.0), (word.upper(), 1.0), (word[::-1], 0.0), (word[1:] + word[0], 0.0)):
+        assert math_answer(f"\\boxed{{{form.format(scored)}}}", form.format(word))["acc"] == right
+        assert dapo_math(f"Answer: {form.format(scored)}", form.format(word))["acc"] == right
+
+
+@pytest.mark.parametrize("scorer", [exact_match, last_answer, gsm8k, math_answer, dapo_math])
 @pytest.mark.parametrize(
-    ("answer", "truth", "right"), [("50°", "50", 1.0), ("true", "true", 1.0), ("false", "true", 0.0)]
+    "response", ["43", "3", "345", "34 35", "35, 34", "I think that it is 34.", "it is 34, so 34", "no 34"]
 )
-def test_further_answers(answer, truth, right):
-    assert math_answer(f"\\boxed{{{answer}}}", truth)["acc"] == right
+@pytest.mark.parametrize("form", ["{}", "={}", "#### {}", r"\boxed{{{}}}", "Answer: {}"])
+def test_no_scorer_takes_permutations_prefixes_and_prose_for_the_number(scorer, response, form):
+    if (scorer, response, form) != (gsm8k, "34 35", "#### {}"):  # the number behind #### ends at a blank
+        assert scorer(form.format(response), "34")["acc"] == 0.0
+
+
+@pytest.mark.parametrize("scorer", [math_answer, dapo_math])
+def test_of_two_boxed_answers_the_last_one_counts(scorer):
+    assert scorer(r"\boxed{34} or \boxed{35}", "34")["acc"] == 0.0
+    assert scorer(r"\boxed{35}, no, \boxed{34}", "34")["acc"] == 1.0
 
 
 @pytest.mark.parametrize("truth", ["", " ", "???", r"\frac{1}{", "%", r"\boxed{\sqrt{}"])

@@ -331,3 +331,14 @@ def test_prompts_describe_the_tools_in_the_hermes_format_only() -> None:
     assert arguments["enable_thinking"] is False
     assert [tool["function"]["name"] for tool in arguments["tools"]] == ["calculator"]
     assert template_arguments(config.model_copy(update={"format": "tag"}), {"a": 1}) == {"a": 1}
+
+
+@pytest.mark.parametrize("stop", ["<|im_end|>", "<|endoftext|>", "!"])
+def test_the_text_of_a_turn_has_no_stop_token_at_its_end(stop: str, tokenizer: Any) -> None:
+    """Whichever of the model's has ended it, a special one or not; a turn that a limit cut off keeps all."""
+    conversations = tool_conversations(tokenizer, MultiTurnConfig(enable=True, tools=["calculator"]))
+    (stop_id,) = tokenizer.encode(stop, add_special_tokens=False)
+    tokens = [*tokenizer.encode("5", add_special_tokens=False), stop_id]
+    ended, cut = (conversations._turn(0, tokens, stopped=stopped) for stopped in (True, False))
+    assert (ended.text, cut.text) == ("5", f"5{stop}")
+    assert ended.token_ids == cut.token_ids == tuple(tokens)

@@ -7,7 +7,14 @@ import statistics
 import pytest
 import torch
 
-from verl_rc.tensor_ops import in_row_blocks, masked_row_sums, masked_sum, masked_whiten, row_slices
+from verl_rc.tensor_ops import (
+    in_row_blocks,
+    is_rounding,
+    masked_row_sums,
+    masked_sum,
+    masked_whiten,
+    row_slices,
+)
 from verl_rc.tensor_ops.masked import group_numbers
 
 NAN = math.nan
@@ -42,6 +49,53 @@ def test_whitening_too_few_values_only_centres(count: int) -> None:
     mask = torch.zeros_like(MASK)
     mask[0, :count] = True
     assert masked_whiten(VALUES, mask).eq(0).all()
+
+
+def steps_above(value: float, count: int) -> float:
+    """The number ``count`` float32 steps above ``value``."""
+    number = torch.tensor(value)
+    for _ in range(count):
+        number = number.nextafter(torch.tensor(math.inf))
+    return number.item()
+
+
+@pytest.mark.parametrize("value", [0.7, -100.3, 1000.3, 12345.6, 3e-7, 2e30])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_equal_values_of_any_size_are_whitened_to_zero(value: float, rows: int) -> None:
+    mask = torch.arange(1000) < torch.randint(2, 1001, (rows, 1), generator=torch.Generator().manual_seed(0))
+    assert masked_whiten(torch.full(mask.shape, value), mask).eq(0).all()
+
+
+@pytest.mark.parametrize("value", [0.7, -100.3, 12345.6])
+def test_values_a_step_apart_are_whitened_to_zero_and_a_hundred_steps_apart_to_their_signs(
+    value: float,
+) -> None:
+    mask = torch.ones(2, 50).bool()
+    near = torch.tensor([value, steps_above(value, 1)]).unsqueeze(1).expand(2, 50)
+    assert masked_whiten(near, mask).eq(0).all()
+    far = torch.tensor([value, steps_above(value, 100)]).unsqueeze(1).expand(2, 50)
+    # two values, as often each: ±1 with n in the variance, times √((n − 1) / n) for n − 1, and 1e-8 beside it
+    variance = (steps_above(value, 100) - torch.tensor(value).item()) ** 2 / 4 * 100 / 99
+    expected = math.sqrt(variance * 99 / 100 / (variance + 1e-8))
+    assert masked_whiten(far, mask)[:, 0].tolist() == pytest.approx([-expected, expected], rel=1e-5)
+
+
+def test_nothing_is_whitened_to_nothing() -> None:
+    assert masked_whiten(torch.zeros(0, 3), torch.zeros(0, 3).bool()).shape == (0, 3)
+
+
+def test_differences_of_large_numbers_are_measured_by_the_size_of_those() -> None:
+    values, mask = torch.tensor([[0.0, 6e-5, 0.0]]), torch.ones(1, 3).bool()
+    assert masked_whiten(values, mask, minuends=torch.full((1, 3), -1000.0)).eq(0).all()
+    assert masked_whiten(values, mask).abs().max() > 0.3
+
+
+def test_four_steps_of_float32_are_rounding() -> None:
+    size = torch.tensor(1.0, dtype=torch.float64)
+    assert is_rounding(size * 4 * 2.0**-23, size)
+    assert not is_rounding(size * 5 * 2.0**-23, size)
+    assert is_rounding(size * 0, size * 0)
+    assert not is_rounding(size * math.inf, size * math.inf)
 
 
 @pytest.mark.parametrize(
