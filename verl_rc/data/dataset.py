@@ -156,7 +156,7 @@ def require_ground_truths(without: str | None) -> None:
     """Raise ``ValueError`` unless ``without``, the location of a row that lacks a ground truth, is None."""
     if without is not None:
         raise ValueError(
-            "a built-in scorer compares with the ground_truth in a row's reward_model, but it is null in "
+            "a built-in scorer must find a ground_truth in a row's reward_model, but it is null in "
             f"{without}. Give one, remove the row, or name a function of your own with "
             "reward.custom_reward_function.path."
         )

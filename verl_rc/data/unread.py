@@ -32,7 +32,7 @@ def refuse_unread(record: Mapping[str, Any], location: str, names: Collection[st
     for name in names:
         value = record.get(name)
         if value is not None and not (hasattr(value, "__len__") and len(value) == 0):
-            raise ValueError(f"{name!r} in {location} is refused: {UNREAD[name]}.")
+            raise ValueError(f"{name!r} in {location} is refused and must be empty: {UNREAD[name]}.")
 
 
 def unread_arguments(template: str | Mapping[str, str], arguments: Mapping[str, Any]) -> list[str]:

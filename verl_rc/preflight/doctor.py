@@ -49,6 +49,8 @@ class Inputs:
     tokenizer: Any = None
     rows: list[PromptRow] = field(default_factory=list)
     """The first training prompts."""
+    without_ground_truth: str | None = None
+    """The location of a row that lacks a ground truth; None: no row does."""
 
 
 def check_models(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
@@ -142,7 +144,7 @@ def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
     }
     for key, (files, min_prompts, max_samples) in sources.items():
         try:
-            lengths, total, rows = _read_prompts(config, inputs.tokenizer, files)
+            lengths, total, rows, without = _read_prompts(config, inputs.tokenizer, files)
         except (OSError, ValueError) as error:
             yield Finding(
                 "failed",
@@ -153,6 +155,7 @@ def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
             )
             continue
         inputs.rows = inputs.rows or rows
+        inputs.without_ground_truth = inputs.without_ground_truth or without
         total = min(total, max_samples) if max_samples >= 0 else total
         yield _length_finding(config, key, lengths, total)
         num_usable = (
@@ -181,15 +184,14 @@ def _steps_text(config: RunConfig, prompts: int) -> str:
 
 def _read_prompts(
     config: RunConfig, tokenizer: Any, files: Sequence[str]
-) -> tuple[list[int], int, list[PromptRow]]:
-    """Lengths of ``SAMPLED_PROMPTS`` prompts in tokens, the number of all prompts, and the first rows."""
+) -> tuple[list[int], int, list[PromptRow], str | None]:
+    """Lengths of ``SAMPLED_PROMPTS`` prompts in tokens, the number of all prompts, the first rows, and the
+    location of a row without a ground truth."""
     unlimited = {"max_prompt_length": sys.maxsize, "filter_overlong_prompts": False}
     dataset = PromptDataset(files, tokenizer, config.data.model_copy(update=unlimited))
-    environment = config.actor_rollout_ref.rollout.environment
-    if config.reward.uses_built_in_scorers and (environment.name is None or environment.reward != "turns"):
-        require_ground_truths(dataset.without_ground_truth())
     rows = [dataset[index] for index in evenly_spread(len(dataset), SAMPLED_PROMPTS)]
-    return [len(row.prompt_token_ids) for row in rows], len(dataset), rows[:SCORED_ROWS]
+    lengths = [len(row.prompt_token_ids) for row in rows]
+    return lengths, len(dataset), rows[:SCORED_ROWS], dataset.without_ground_truth()
 
 
 def _length_finding(config: RunConfig, key: str, lengths: Sequence[int], total: int) -> Finding:
@@ -224,6 +226,8 @@ def check_reward(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
         RewardSample.from_row(row, answer) for row in inputs.rows for answer in (str(row.ground_truth), "")
     ]
     try:
+        if config.reward.uses_built_in_scorers:
+            require_ground_truths(inputs.without_ground_truth)
         scores = _scores(config, samples)
     except (ConfigError, RewardError, ValueError) as error:
         yield Finding(

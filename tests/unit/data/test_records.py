@@ -270,7 +270,9 @@ def test_a_row_with_more_than_text_is_refused_at_the_start(
     else:
         path = str(tmp_path / "data.jsonl")
         (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(ValueError, match=rf"'{name}' in row 1 of .* is refused: images, video and audio"):
+    with pytest.raises(
+        ValueError, match=rf"'{name}' in row 1 of .* is refused and must be empty: images, video and audio"
+    ):
         PromptDataset([path], tokenizer, options_of(path))
     (tmp_path / "sft.jsonl").write_text(json.dumps({"messages": [], name: [1]}))
     with pytest.raises(ValueError, match=rf"'{name}' in row 0 of .*sft.jsonl is refused"):
@@ -292,7 +294,9 @@ def test_a_column_of_images_without_any_is_no_obstacle(empty, write_parquet, rec
     ],
 )
 def test_a_column_that_would_change_the_prompt_is_refused(name, value, instead, write_parquet, record):
-    with pytest.raises(ValueError, match=rf"'{name}' in row 0 of .* is refused: .*{instead}"):
+    with pytest.raises(
+        ValueError, match=rf"'{name}' in row 0 of .* is refused and must be empty: .*{instead}"
+    ):
         RecordFile(write_parquet([record("1", **{name: value})]), ["prompt"])
 
 

@@ -72,7 +72,7 @@ def test_steps_that_the_prompts_give_are_not_called_too_few(model: str, tmp_path
         (
             [*ROWS, {**ROWS[0], "reward_model": {"ground_truth": None}}],
             {},
-            "data.train_files",
+            "reward",
             f"it is null in row {len(ROWS)} of",
         ),
         (
