@@ -16,6 +16,7 @@ from verl_rc.data.parts import token_ids
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.vllm.options import engine_options
+from verl_rc.weight_sync.sender import every_name
 from verl_rc.workers.environment import engine_environment
 from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.language_model import load_causal_lm
@@ -85,7 +86,7 @@ def test_both_sides_have_one_head_and_one_side_alone_is_further_off(
         for parameter in model.parameters():
             parameter.add_(0.2 * parameter.std() * torch.randn_like(parameter))
     model.save_pretrained(tmp_path)
-    engine.call("load", dict(model.named_parameters()), 1)
+    engine.call("load", dict(every_name(model)), 1)
     assert engine.call("num_kept") == 0
     tokens, rollout = sampled(engine)
     assert mean_gap(tmp_path, head, tokens, rollout) < 5 * same

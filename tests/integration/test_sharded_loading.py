@@ -25,6 +25,7 @@ from two_processes import free_port, run_two_ranks
 from verl_rc.config.models import ModelConfig
 from verl_rc.distributed.fsdp import shard_model, transformer_layers
 from verl_rc.distributed.process_group import DeviceMesh, RankAddress, join_trainer_group, leave_trainer_group
+from verl_rc.weight_sync.sender import every_name
 from verl_rc.workers.forward import ForwardOptions, score_tokens, score_values
 from verl_rc.workers.language_model import load_causal_lm, load_value_model
 from verl_rc.workers.lora import MergedWeights, add_adapters
@@ -123,7 +124,7 @@ def merged_weights(module: nn.Module) -> tuple[list[torch.Tensor], list[torch.Te
         if ".lora_B" in name:
             nn.init.normal_(parameter.detach())
     weights = MergedWeights(module, config)
-    whole = {name: parameter.detach().full_tensor() for name, parameter in module.named_parameters()}  # type: ignore[attr-defined]
+    whole = {name: parameter.detach().full_tensor() for name, parameter in every_name(module)}  # type: ignore[attr-defined]
     expected = []
     for name in weights.shapes():
         plain = next(

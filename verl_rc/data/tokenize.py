@@ -143,45 +143,80 @@ def encode_messages(
     return token_ids
 
 
+# Texts of digits: every tokenizer has them, and no template writes these.
+_TURNS, _ANSWER = ("518306", "518307"), "729415"
+
+
 class ContinuationEncoder:
-    """Encodes the messages after a turn of the assistant: the tokens between its EOS token and the start of
-    its next turn.
+    """Encodes the messages after a turn of the assistant: the tokens between the end of the turn and the
+    start of its next turn.
 
     Only these tokens come from text. The conversation before them stays as token ids, because retokenised
-    text need not give the sampled tokens.
+    text need not give the sampled tokens. They are found by rendering two conversations that differ in the
+    assistant's text alone: what follows the text is the same in both, and begins with the stop token that
+    ends the turn. So a template may render an earlier turn in another way than the last one, as Qwen3's does.
     """
 
-    def __init__(self, tokenizer: Any, template_arguments: Mapping[str, Any] | None = None) -> None:
-        """Raises ``ValueError`` when the chat template does not end an assistant's turn with the EOS
-        token."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        template_arguments: Mapping[str, Any] | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> None:
+        """``stop_token_ids``: tokens that end a turn, besides EOS."""
         self._tokenizer = tokenizer
-        self._arguments = dict(template_arguments or {})
-        self._turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-        prefix = encode_messages(tokenizer, self._turns, self._arguments)
-        ends = [index for index, token_id in enumerate(prefix) if token_id == tokenizer.eos_token_id]
-        if not ends:
+        self._arguments = {**(template_arguments or {}), "add_generation_prompt": True}
+        self._stops = {tokenizer.eos_token_id, *stop_token_ids}
+        self._answering: set[str] = set()
+        """Roles whose messages the template renders."""
+
+    def require_role(self, role: str) -> None:
+        """Raise ``ValueError`` unless the chat template renders an answer of ``role`` after the end of a turn
+        of the assistant, whatever the turn was."""
+        if role in self._answering:
+            return
+        answer = [{"role": role, "content": _ANSWER}]
+        if _ANSWER not in self._tokenizer.decode(self._after_the_turn(answer)):
             raise ValueError(
-                "for several turns the chat template must end an assistant's turn with the EOS token, but it "
-                f"renders {tokenizer.decode(prefix)!r}. Change the tokenizer's chat template or EOS token."
+                "for several turns the chat template must end a turn of the assistant with a stop token "
+                f"({self._tokenizer.decode(sorted(self._stops))}) and render the answer of the role {role!r} "
+                f"behind it, but it makes {self._rendered(answer)!r} of the turn {_TURNS[0]!r} and the "
+                f"answer {_ANSWER!r}. Change the tokenizer's chat template or its stop tokens, or answer in "
+                "another role."
             )
-        self._prefix = prefix[: ends[-1] + 1]
+        self._answering.add(role)
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of messages that answer the turn, up to the start of the next turn.
+        """Token ids of messages that answer a turn, up to the start of the next turn.
 
-        Raises ``ValueError`` when the template changes the conversation before them.
+        Raises ``ValueError`` when the template cannot render them, or drops messages of their role.
         """
-        conversation = [*self._turns, *messages]
-        arguments = {**self._arguments, "add_generation_prompt": True}
-        token_ids = encode_messages(self._tokenizer, conversation, arguments)
-        start = len(self._prefix)
-        if token_ids[:start] != self._prefix or len(token_ids) == start:
+        for message in messages:
+            self.require_role(str(message["role"]))
+        return self._after_the_turn(messages)
+
+    def _after_the_turn(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        first, second = (self._render(turn, messages) for turn in _TURNS)
+        texts = [self._tokenizer.decode(token_ids) for token_ids in (first, second)]
+        if texts[0].count(_TURNS[0]) != 1 or texts[0].replace(*_TURNS) != texts[1]:
             raise ValueError(
-                "for several turns the chat template must render an answer after the turns before it, but "
-                f"it makes {self._tokenizer.decode(token_ids)!r} of {conversation}. Change the tokenizer's "
-                "chat template."
+                "for several turns the chat template must render a turn of the assistant once, and what "
+                f"follows it independently of its text, but it makes {texts[0]!r} of the turn {_TURNS[0]!r} "
+                f"and {texts[1]!r} of the turn {_TURNS[1]!r}. Change the tokenizer's chat template."
             )
-        return token_ids[start:]
+        # Equal from the end to the turn's text; tokens at its border may hold both.
+        pairs = zip(reversed(first), reversed(second), strict=False)
+        same = next(number for number, (one, other) in enumerate(pairs) if one != other)
+        following = first[len(first) - same :]
+        ends = (index for index, token_id in enumerate(following) if token_id in self._stops)
+        return following[next(ends, len(following)) + 1 :]
+
+    def _render(self, turn: str, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": turn}]
+        return encode_messages(self._tokenizer, [*turns, *messages], self._arguments)
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        return str(self._tokenizer.decode(self._render(_TURNS[0], messages)))
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from verl_rc.data.dataset import (
     require_ground_truths,
 )
 from verl_rc.data.stop_tokens import stop_token_ids
-from verl_rc.data.tokenize import ContinuationEncoder, load_tokenizer, require_same_vocabulary
+from verl_rc.data.tokenize import load_tokenizer, require_same_vocabulary
 from verl_rc.data.unread import unread_arguments
 from verl_rc.distributed.child_process import RemoteError
 from verl_rc.driver import checkpoints
@@ -52,7 +52,7 @@ from verl_rc.ppo.choices import policy_loss_name
 from verl_rc.preflight.explain import add_to_plan, plan_text, write_plan
 from verl_rc.preflight.machine import refuse_too_little_memory
 from verl_rc.preflight.memory import ModelShape, choose_gradient_sums, model_paths
-from verl_rc.rollout.conversation import LocalHosts
+from verl_rc.rollout.conversation import LocalHosts, require_template
 from verl_rc.rollout.engine import EngineFacts, EngineOptions, engine_options
 from verl_rc.rollout.environment_host import Hosts, open_host
 from verl_rc.rollout.tool_environment import template_arguments
@@ -211,7 +211,7 @@ def _with_environment(
     if not rollout.converses:
         return data, None
     arguments = template_arguments(rollout.multi_turn, data.apply_chat_template_kwargs)
-    ContinuationEncoder(tokenizer, arguments)
+    require_template(tokenizer, config)
     data = data.model_copy(update={"apply_chat_template_kwargs": arguments})
     host = open_host(rollout)  # wherever environments run, a mistake in their keys is seen here
     if rollout.environment.name is None:

@@ -32,6 +32,7 @@ from verl_rc.preflight.machine import (
 )
 from verl_rc.preflight.memory import ModelShape, model_paths
 from verl_rc.rewards import RewardError, RewardSample, build_reward, score_on_timeout
+from verl_rc.rollout.conversation import require_template
 from verl_rc.workers.language_model import unsupported_model
 
 SAMPLED_PROMPTS = 1000
@@ -110,12 +111,13 @@ def check_tokenizer(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
         tokenizer = load_tokenizer(path, config.data.trust_remote_code)
         messages = [{"role": "user", "content": "1"}]
         token_ids = encode_prompt(tokenizer, messages, config.data.apply_chat_template_kwargs)
+        require_template(tokenizer, config)
     except (OSError, ValueError) as error:
         yield Finding(
             "failed",
             "tokenizer",
             _first_line(error),
-            "the model's folder must hold its tokenizer, with a chat template that takes a message of a user",
+            "the model's folder must hold its tokenizer, with a chat template that takes the run's messages",
             "take the instruction-tuned variant of the model",
         )
         return

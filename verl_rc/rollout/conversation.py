@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from verl_rc.config.run import RunConfig
 from verl_rc.data.episode import Episode, EpisodeKey, Exchange, Opening, Reply, Turn
 from verl_rc.data.parts import Answer, Part, Sample, num_tokens, runs, token_ids
+from verl_rc.data.stop_tokens import stop_token_ids
 from verl_rc.data.tokenize import ContinuationEncoder, encode_opening, load_tokenizer
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.environment import EpisodeFailedError
@@ -78,6 +80,18 @@ class AnsweredSample:
     """Whether the policy gets another turn."""
 
 
+def require_template(tokenizer: Any, config: RunConfig) -> None:
+    """Raise ``ValueError`` when the chat template cannot hold the run's conversations: an environment
+    answers as ``user``, a tool as ``tool``."""
+    rollout = config.actor_rollout_ref.rollout
+    if not rollout.converses:
+        return
+    arguments = template_arguments(rollout.multi_turn, config.data.apply_chat_template_kwargs)
+    stop_tokens = stop_token_ids(tokenizer, config.actor_rollout_ref.model.path)
+    encoder = ContinuationEncoder(tokenizer, arguments, stop_tokens)
+    encoder.require_role("tool" if rollout.environment.name is None else "user")
+
+
 class Conversations:
     """Sends turns to the environment and appends its replies to samples.
 
@@ -99,15 +113,14 @@ class Conversations:
         template_arguments: Mapping[str, Any],
         max_turns: int | None = None,
         host_timeout_seconds: float | None = None,
+        stop_tokens: Sequence[int] = (),
     ) -> None:
         """``host_timeout_seconds``: limit of a host's answer, for hosts that an environment blocks.
-
-        Raises ``ValueError`` when the chat template cannot continue after an assistant's turn.
-        """
+        ``stop_tokens``: ids of tokens that end a turn, besides EOS."""
         self._tokenizer = tokenizer
         self._hosts = hosts
         self._template_arguments = template_arguments
-        self._encoder = ContinuationEncoder(tokenizer, template_arguments)
+        self._encoder = ContinuationEncoder(tokenizer, template_arguments, stop_tokens)
         self._max_turns = max_turns
         self._host_timeout = host_timeout_seconds
         self._loop = EventLoop("conversations")
@@ -118,12 +131,14 @@ class Conversations:
         cannot be made."""
         environment = options.rollout.environment
         timeout = None if environment.name is None else _HOST_TIMEOUT_FACTOR * environment.step_seconds
+        tokenizer = load_tokenizer(options.tokenizer_path, options.trust_remote_code)
         return cls(
-            load_tokenizer(options.tokenizer_path, options.trust_remote_code),
+            tokenizer,
             options.hosts or LocalHosts(open_host(options.rollout)),
             template_arguments(options.rollout.multi_turn, options.chat_template_kwargs),
             environment.max_turns,
             timeout,
+            stop_token_ids(tokenizer, options.tokenizer_path),
         )
 
     def request_reply(

@@ -65,7 +65,9 @@ def test_export_says_what_it_wrote(
     checkpoint, output = str(run_folder / f"global_step_{STEP}"), str(tmp_path / "out")
     assert main(["export", checkpoint, "--output", output, "--dtype", "bfloat16"]) == 0
     assert capsys.readouterr().out == f"{output}: Qwen2ForCausalLM after step {STEP}, bfloat16\n"
-    assert load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+    assert (
+        load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"].dtype == torch.bfloat16
+    )
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
