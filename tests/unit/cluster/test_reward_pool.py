@@ -13,7 +13,7 @@ from verl_rc.config.task import RewardConfig
 from verl_rc.rewards import RewardError, RewardOutput, RewardSample
 
 SOURCE = """
-import asyncio, enum, os, signal, subprocess, sys, time
+import enum, os, signal, subprocess, sys, time
 
 class Verdict(enum.StrEnum):
     RIGHT = "right"
@@ -80,10 +80,6 @@ def an_object(argument, folder):
 
 def much_memory(argument, folder):
     return float(len(bytearray(1 << 31)))
-
-async def slowly(data_source, solution_str, ground_truth, extra_info, folder):
-    await asyncio.sleep(0.01)
-    return float(solution_str)
 """
 Configure = Callable[..., RewardConfig]
 
@@ -204,10 +200,6 @@ def test_calls_that_hang_are_killed_with_all_they_started(
         assert time.monotonic() < deadline, "the reward function's child is still running"
         time.sleep(0.05)
     assert scores_of(pool, "score 1", "score 2") == [1, 2]
-
-
-def test_async_functions_are_awaited(open_pool: Callable[..., RewardPool]) -> None:
-    assert scores_of(open_pool(name="slowly"), "1", "2", "3") == [1, 2, 3]
 
 
 def test_a_memory_limit_holds_in_the_processes(open_pool: Callable[..., RewardPool]) -> None:
