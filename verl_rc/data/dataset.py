@@ -309,24 +309,15 @@ class PromptDataset(Dataset[PromptRow]):
         """The prompt at ``index``, truncated. Raises ``ValueError`` when it is malformed or too long."""
         row_index = self._row_indices[index]
         record, location = self._record(row_index)
+        _check_record(record, location)
         messages, token_ids = self._encode(record, location)
-        reward_model = record["reward_model"]
-        if (
-            record["data_source"] is None
-            or not isinstance(reward_model, dict)
-            or "ground_truth" not in reward_model
-        ):
-            raise ValueError(
-                "a row must have a data_source and a reward_model {'style': ..., 'ground_truth': ...}, got "
-                f"{record['data_source']!r} and {reward_model!r} in {location}. Convert the file."
-            )
         return PromptRow(
             row_index=row_index,
             prompt_token_ids=fit_prompt(token_ids, self._config, location),
             messages=messages,
             data_source=str(record["data_source"]),
-            ground_truth=reward_model["ground_truth"],
-            extra_info=_extra_info(record, location),
+            ground_truth=record["reward_model"]["ground_truth"],
+            extra_info=record.get("extra_info") or {},
             agent_name=record.get("agent_name"),
         )
 
@@ -347,26 +338,38 @@ class PromptDataset(Dataset[PromptRow]):
 
 
 def _record_file(path: str, prompt_key: str) -> RecordFile | VerifiersRecords:
+    """A data file, all of whose rows are well-formed. Raises ``ValueError`` naming the first that is not."""
     required = (prompt_key, "data_source", "reward_model")
     optional = ("extra_info", "agent_name", *VerifiersRecords.COLUMNS)
-    file = RecordFile(path, (), [*required, *optional])
+    file = RecordFile(path, (), [*required, *optional], messages=prompt_key)
+    rows: RecordFile | VerifiersRecords = file
     if VerifiersRecords.fits(file):
-        return VerifiersRecords(file, prompt_key)
-    file.require(required)
-    file.check_messages(prompt_key)
-    file.check_not_null("data_source")
-    file.check_not_null("reward_model")
-    return file
+        rows = VerifiersRecords(file, prompt_key)
+    else:
+        file.require(required)
+    for row, record in enumerate(rows):
+        location = f"row {row} of {path}"
+        check_messages(record[prompt_key], prompt_key, location)
+        _check_record(record, location)
+    return rows
 
 
-def _extra_info(record: Record, location: str) -> dict[str, Any]:
-    extra_info = record.get("extra_info")
+def _check_record(record: Record, location: str) -> None:
+    """Raise ``ValueError`` naming the ``location`` unless a record has what is not its prompt."""
+    reward_model, extra_info = record["reward_model"], record.get("extra_info")
+    for column in ("data_source", "reward_model"):
+        if record[column] is None:
+            raise ValueError(f"column {column!r} must hold a value in every row, but {location} has none.")
+    if not isinstance(reward_model, Mapping) or "ground_truth" not in reward_model:
+        raise ValueError(
+            "column 'reward_model' must hold {'style': ..., 'ground_truth': ...}, got "
+            f"{str(reward_model)[:80]!r} in {location}. Convert the file."
+        )
     if extra_info is not None and not isinstance(extra_info, dict):
         raise ValueError(
             "column 'extra_info' must hold a mapping of further fields or null, got "
             f"{str(extra_info)[:80]!r} in {location}."
         )
-    return extra_info or {}
 
 
 def fit_prompt(token_ids: list[int], config: DataConfig, location: str) -> list[int]:
