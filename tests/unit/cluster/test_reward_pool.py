@@ -10,6 +10,7 @@ import pytest
 
 from verl_rc.cluster.reward_pool import RewardPool
 from verl_rc.config.task import RewardConfig
+from verl_rc.config.user_code import load_user_module
 from verl_rc.rewards import RewardError, RewardOutput, RewardSample
 
 SOURCE = """
@@ -38,6 +39,9 @@ def beyond_floats(argument, folder):
 def compute_score(data_source, solution_str, ground_truth, extra_info, folder):
     behaviour, _, argument = solution_str.partition(" ")
     return globals()[behaviour](argument, folder)
+
+def by_rule(data_source, solution_str, ground_truth, extra_info, folder):
+    return extra_info["rule"].points
 
 def score(argument, folder):
     return float(argument)
@@ -244,6 +248,17 @@ def test_built_in_mathematics_runs_there_too() -> None:
     pool.close()
     assert isinstance(result, RewardOutput)
     assert (result.score, result.extras["pred"]) == (1.0, "0.5")
+
+
+def test_a_class_of_another_file_of_the_user_arrives(
+    open_pool: Callable[..., RewardPool], folder: Path
+) -> None:
+    (folder / "data.py").write_text("class Rule:\n    points = 0.5\n")
+    rule = load_user_module(str(folder / "data.py"), "data.custom_cls.path").Rule()
+    sample = RewardSample(0, "mine", "truth", {"rule": rule}, "x")
+    [(_, result)] = open_pool(name="by_rule", num_workers=1).results([sample])
+    assert isinstance(result, RewardOutput)
+    assert result.score == 0.5
 
 
 def test_the_processes_end_with_the_pool(open_pool: Callable[..., RewardPool]) -> None:
