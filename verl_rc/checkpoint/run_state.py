@@ -64,7 +64,7 @@ class SupplyState:
         return len(self.groups.get("groups", ()))
 
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 """Format of the run state, increased when its fields or their meaning change; no other format is read."""
 RUN_STATE_FILE = "run_state.json"
 LOADER_FILE = "data.pt"
