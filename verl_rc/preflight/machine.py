@@ -41,7 +41,6 @@ PACKAGES = (
     "ray",
     "transformers",
     "tensordict",
-    "torchdata",
     "pydantic",
     "hydra-core",
     "omegaconf",
