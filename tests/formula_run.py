@@ -3,7 +3,6 @@ loop."""
 
 import json
 import math
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import torch
 from made_samples import part
 from small_models import small_run_config
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader
 
 from verl_rc.checkpoint import CheckpointStore, RunState
 from verl_rc.cluster.engine_work import Request
@@ -268,12 +267,8 @@ def prompt_stream() -> PromptStream:
     rows = Rows(
         PromptRow(row, [1 + row % 5, 2], [{"content": f"{row}"}], "table", None, {}) for row in range(12)
     )
-    with warnings.catch_warnings(action="ignore"):
-        return PromptStream(
-            StatefulDataLoader(
-                rows, batch_sampler=EpochBatches(12, 2, seed=1, shuffle=False), collate_fn=list
-            )
-        )
+    order = EpochBatches(12, 2, seed=1, shuffle=False)
+    return PromptStream(DataLoader(rows, batch_sampler=order, collate_fn=list))  # type: ignore[arg-type]
 
 
 def live(

@@ -44,7 +44,7 @@ def read_rows(path: Path) -> list[Row]:
     try:
         if path.suffix == ".parquet":
             return pq.read_table(path).to_pylist()
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (pa.ArrowException, OSError, ValueError) as error:
         raise ValueError(
             f"a data file must be parquet or .jsonl (one record per line), {path} cannot be read: {error}"

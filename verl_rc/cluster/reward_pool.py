@@ -1,6 +1,7 @@
 """A pool of processes for reward functions: parallel scoring, with a time limit per call, so that no call can
 hang the run."""
 
+import math
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -9,12 +10,17 @@ from time import monotonic
 
 from verl_rc.config.task import RewardConfig
 from verl_rc.distributed.child_process import ChildProcess, RemoteError
-from verl_rc.rewards import RewardError, RewardOutput, RewardSample
+from verl_rc.rewards import RewardError, RewardSample
+from verl_rc.rewards.process import Result
 from verl_rc.workers.host import usable_cores
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Of each process; the driver's own values take precedence."""
 _MOST_PROCESSES = 8
+_CANCEL_SECONDS = 5.0
+"""How long after its time limit a call of an ``async def`` may take to be cancelled."""
+_END_SECONDS = 5.0
+"""How long a process may take to end its event loop."""
 _TOLERATED_FAILURES = 2
 
 
@@ -32,8 +38,9 @@ class RewardPool:
         self._tolerated_failures = 0  # before the first start succeeds, another attempt would fail too
         self._starting: list[ChildProcess] = []
         self._idle: list[ChildProcess] = []
-        self._busy: dict[ChildProcess, int] = {}
-        """Busy processes, and the index of their sample."""
+        self._busy: dict[ChildProcess, list[int]] = {}
+        """Busy processes, and the indices of the samples that each calls the function with."""
+        self._answer_seconds = config.timeout_seconds
         for _ in range(config.num_workers or min(usable_cores(), _MOST_PROCESSES)):
             self._start()
         try:
@@ -43,32 +50,35 @@ class RewardPool:
             self.close()
             raise
 
-    def results(self, samples: Sequence[RewardSample]) -> Iterator[tuple[int, RewardOutput | RewardError]]:
+    def results(self, samples: Sequence[RewardSample]) -> Iterator[tuple[int, Result]]:
         """Yield the index and the result of each sample, in order of completion.
 
         When the caller stops before the last one, the remaining samples are dropped and their processes
         replaced.
         """
-        waiting = deque(enumerate(samples))
+        waiting = deque(range(len(samples)))
+        suspects: deque[int] = deque()
+        """Samples that a process died with, and not with one alone: each is called alone."""
         try:
-            while waiting or self._busy:
-                while waiting and self._idle:
-                    place, sample = waiting.popleft()
-                    process = self._idle.pop()
-                    process.ask("score", sample, timeout_seconds=self._config.timeout_seconds)
-                    self._busy[process] = place
+            while waiting or suspects or self._busy:
+                while self._idle and (suspects or waiting):
+                    share = 1 if suspects else math.ceil(len(waiting) / len(self._idle))
+                    self._ask(self._idle.pop(), samples, [], suspects or waiting, share)
                 finished = self._finished()
                 self._accept_loaded([process for process in finished if process in self._starting])
                 for process in [process for process in finished if process in self._busy]:
-                    place = self._busy.pop(process)
-                    yield place, self._result(process, samples[place])
+                    yield from self._answers(process, samples, waiting, suspects)
         finally:
             for process in list(self._busy):
                 self._replace(process)
 
     def close(self) -> None:
-        """End all processes."""
-        for process in [*self._starting, *self._idle, *self._busy]:
+        """End all processes; those that wait may clean up."""
+        for process in self._idle:
+            process.connection.close()
+        for process in self._idle:
+            process.end(_END_SECONDS)
+        for process in [*self._starting, *self._busy]:
             process.kill()
         self._starting, self._idle, self._busy = [], [], {}
 
@@ -114,19 +124,51 @@ class RewardPool:
             if problem is not None:
                 process.kill()
                 raise ValueError(problem)
+            if process.call("is_async"):
+                self._answer_seconds = self._config.timeout_seconds + _CANCEL_SECONDS
             self._failed_starts = 0
             self._tolerated_failures = _TOLERATED_FAILURES
             self._idle.append(process)
 
-    def _result(self, process: ChildProcess, sample: RewardSample) -> RewardOutput | RewardError:
-        """The answer of a finished process, or an error; the process is idle or replaced afterwards."""
+    def _ask(
+        self,
+        process: ChildProcess,
+        samples: Sequence[RewardSample],
+        under_way: Sequence[int],
+        queue: deque[int],
+        most: int,
+    ) -> None:
+        """Give a process up to ``most`` samples of the queue, as far as its calls may overlap; without a call
+        it is idle."""
+        room = self._config.max_concurrent - len(under_way)
+        places = [queue.popleft() for _ in range(min(most, room, len(queue)))]
+        if not under_way and not places:
+            self._idle.append(process)
+            return
+        new_samples = [(place, samples[place]) for place in places]
+        process.ask("score", new_samples, timeout_seconds=self._answer_seconds)
+        self._busy[process] = [*under_way, *places]
+
+    def _answers(
+        self,
+        process: ChildProcess,
+        samples: Sequence[RewardSample],
+        waiting: deque[int],
+        suspects: deque[int],
+    ) -> list[tuple[int, Result]]:
+        """What a process has answered; it gets further samples, or is idle or replaced afterwards."""
+        places = self._busy.pop(process)
         try:
-            result: RewardOutput | RewardError = process.answer()
+            answers: list[tuple[int, Result]] = process.answer()
         except RemoteError as error:
             self._replace(process)
-            return RewardError(f"the reward function did not return, {error}, for {sample}.")
-        self._idle.append(process)
-        return result
+            if len(places) > 1:
+                suspects.extend(places)
+                return []
+            return [(place, RewardError.without_answer(error, samples[place])) for place in places]
+        ended = {place for place, _ in answers}
+        self._ask(process, samples, [place for place in places if place not in ended], waiting, len(waiting))
+        return answers
 
     def _replace(self, process: ChildProcess) -> None:
         self._busy.pop(process, None)

@@ -135,9 +135,11 @@ class RewardConfig(StrictModel):
     """Changes of a score after the reward function."""
     num_workers: int | None = Field(None, ge=1)
     """Processes that call a function of your own or a built-in math scorer; null: one per core, at most 8."""
+    max_concurrent: int = Field(1, ge=1)
+    """Calls of an ``async def`` that one process has under way at once; above 1 the function must be one."""
     timeout_seconds: float = Field(60.0, gt=0)
-    """Time limit of one call, seconds. After it, the process is killed and replaced, and the sample counts as
-    failed."""
+    """Time limit of one call, seconds. After it, the call of an ``async def`` is cancelled, the process of
+    any other is killed and replaced, and the sample counts as failed."""
     memory_limit_megabytes: int | None = Field(None, ge=256)
     """Limit of the address space of one such process, MiB; a call that needs more fails. null: no limit."""
     on_failure: Literal["stop", "score"] = "stop"
@@ -166,5 +168,10 @@ class RewardConfig(StrictModel):
             raise ValueError(
                 "reward.reward_model.model_path belongs to reward.reward_model.enable=True, which needs it; "
                 f"got enable={self.reward_model.enable} and model_path={self.reward_model.model_path}"
+            )
+        if self.max_concurrent > 1 and self.custom_reward_function.path is None:
+            raise ValueError(
+                "reward.max_concurrent is for an `async def` of reward.custom_reward_function.path, which is "
+                f"not set; got {self.max_concurrent}, leave it at 1"
             )
         return self

@@ -1,7 +1,6 @@
 """Loading the user's own code: functions by ``module:function``, and Python files."""
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import wraps
@@ -9,10 +8,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
+from verl_rc.config.user_files import import_file
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Function = TypeVar("Function", bound=Callable[..., object])
+
+_ON_PATH = "(is it on PYTHONPATH?)"
 
 
 class NamedFunctions(Generic[Function]):
@@ -89,15 +92,14 @@ def load_user_module(path: str, key: str) -> ModuleType:
     file = Path(path).expanduser()
     if not file.is_file() or file.suffix != ".py":
         raise ValueError(f"{key} must be an existing Python file, got {path!r}.")
-    specification = importlib.util.spec_from_file_location(f"verl_rc_user_{file.stem}", file)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
     try:
-        specification.loader.exec_module(module)
+        return import_file(file)
+    # A user's module may raise anything, and a script without a main guard calls sys.exit().
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{key} must be a file that can be imported; {path!r} raised {error!r}.") from error
-    return module
+        hint = f" {_ON_PATH}" if isinstance(error, ImportError) else ""
+        raise ValueError(
+            f"{key} must be a file that can be imported; {path!r} raised {error!r}{hint}."
+        ) from error
 
 
 def import_attribute(name: str, key: str, noun: str) -> Any:
@@ -108,11 +110,8 @@ def import_attribute(name: str, key: str, noun: str) -> Any:
     module_name, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module_name), attribute)
-    # A user's module may raise anything, and a script without a main guard calls sys.exit().
     except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"{key} must name a {noun} in an importable module (is it on PYTHONPATH?): {error!r}"
-        ) from error
+        raise ValueError(f"{key} must name a {noun} in an importable module {_ON_PATH}: {error!r}") from error
 
 
 def load_from_file(path: str, name: str, key: str, noun: str, is_usable: Callable[[object], bool]) -> Any:

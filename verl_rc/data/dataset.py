@@ -4,15 +4,13 @@ batches."""
 import bisect
 import itertools
 import random
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset, Sampler
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from verl_rc.config.task import DataConfig
 from verl_rc.data.episode import Message, Opening
@@ -24,7 +22,7 @@ class EpochBatches(Sampler[list[int]]):
     """Batches of row numbers over epochs; each iteration yields the remaining batches of one epoch.
 
     The order depends only on ``seed`` and the epoch. An incomplete last batch is dropped. The epoch advances
-    with its last batch, so that a state taken there resumes in the next epoch.
+    with its last batch.
     """
 
     def __init__(self, num_rows: int, batch_size: int, seed: int, shuffle: bool) -> None:
@@ -53,12 +51,13 @@ class EpochBatches(Sampler[list[int]]):
                 self.epoch, self.position = epoch + 1, 0
             yield order[start : start + self._batch_size]
 
-    def state_dict(self) -> dict[str, int | bool | str]:
-        """The position of the next batch, and the values that determine the order."""
-        return {**self._identity(), "epoch": self.epoch, "position": self.position}
+    def state_after(self, batches: int) -> dict[str, int | bool | str]:
+        """The state when so many batches have been used since the first: a loader asks for more ahead."""
+        epoch, position = divmod(batches, len(self))
+        return {**self._identity(), "epoch": epoch, "position": position}
 
-    def load_state_dict(self, state: dict[str, int | bool | str]) -> None:
-        """Continue from a ``state_dict``. Raises ``ValueError`` when it belongs to other data or another
+    def load_state_dict(self, state: Mapping[str, int | bool | str]) -> None:
+        """Continue from a ``state_after``. Raises ``ValueError`` when it belongs to other data or another
         order."""
         identity = self._identity()
         saved = {name: state.get(name) for name in identity}
@@ -332,24 +331,15 @@ class PromptDataset(Dataset[PromptRow]):
         """The prompt at ``index``, truncated. Raises ``ValueError`` when it is malformed or too long."""
         row_index = self._row_indices[index]
         record, location = self._record(row_index)
+        _check_record(record, location)
         messages, token_ids = self._encode(record, location)
-        reward_model = record["reward_model"]
-        if (
-            record["data_source"] is None
-            or not isinstance(reward_model, dict)
-            or "ground_truth" not in reward_model
-        ):
-            raise ValueError(
-                "a row must have a data_source and a reward_model {'style': ..., 'ground_truth': ...}, got "
-                f"{record['data_source']!r} and {reward_model!r} in {location}. Convert the file."
-            )
         return PromptRow(
             row_index=row_index,
             prompt_token_ids=fit_prompt(token_ids, self._config, location),
             messages=messages,
             data_source=str(record["data_source"]),
-            ground_truth=reward_model["ground_truth"],
-            extra_info=_extra_info(record, location),
+            ground_truth=record["reward_model"]["ground_truth"],
+            extra_info=record.get("extra_info") or {},
             agent_name=record.get("agent_name"),
         )
 
@@ -370,26 +360,38 @@ class PromptDataset(Dataset[PromptRow]):
 
 
 def _record_file(path: str, prompt_key: str) -> RecordFile | VerifiersRecords:
+    """A data file, all of whose rows are well-formed. Raises ``ValueError`` naming the first that is not."""
     required = (prompt_key, "data_source", "reward_model")
     optional = ("extra_info", "agent_name", *VerifiersRecords.COLUMNS)
-    file = RecordFile(path, (), [*required, *optional])
+    file = RecordFile(path, (), [*required, *optional], messages=prompt_key)
+    rows: RecordFile | VerifiersRecords = file
     if VerifiersRecords.fits(file):
-        return VerifiersRecords(file, prompt_key)
-    file.require(required)
-    file.check_messages(prompt_key)
-    file.check_not_null("data_source")
-    file.check_not_null("reward_model")
-    return file
+        rows = VerifiersRecords(file, prompt_key)
+    else:
+        file.require(required)
+    for row, record in enumerate(rows):
+        location = f"row {row} of {path}"
+        check_messages(record[prompt_key], prompt_key, location)
+        _check_record(record, location)
+    return rows
 
 
-def _extra_info(record: Record, location: str) -> dict[str, Any]:
-    extra_info = record.get("extra_info")
+def _check_record(record: Record, location: str) -> None:
+    """Raise ``ValueError`` naming the ``location`` unless a record has what is not its prompt."""
+    reward_model, extra_info = record["reward_model"], record.get("extra_info")
+    for column in ("data_source", "reward_model"):
+        if record[column] is None:
+            raise ValueError(f"column {column!r} must hold a value in every row, but {location} has none.")
+    if not isinstance(reward_model, Mapping) or "ground_truth" not in reward_model:
+        raise ValueError(
+            "column 'reward_model' must hold {'style': ..., 'ground_truth': ...}, got "
+            f"{str(reward_model)[:80]!r} in {location}. Convert the file."
+        )
     if extra_info is not None and not isinstance(extra_info, dict):
         raise ValueError(
             "column 'extra_info' must hold a mapping of further fields or null, got "
             f"{str(extra_info)[:80]!r} in {location}."
         )
-    return extra_info or {}
 
 
 def fit_prompt(token_ids: list[int], config: DataConfig, location: str) -> list[int]:
@@ -418,12 +420,18 @@ def fit_prompt(token_ids: list[int], config: DataConfig, location: str) -> list[
             )
 
 
-def build_train_loader(config: DataConfig, tokenizer: Any) -> "StatefulDataLoader[list[PromptRow]]":
+class PromptLoader(DataLoader[PromptRow]):
+    """A loader of batches of prompts."""
+
+    dataset: PromptDataset
+    batch_sampler: EpochBatches
+
+
+def build_train_loader(config: DataConfig, tokenizer: Any) -> PromptLoader:
     """Build a loader of batches of ``config.gen_batch_size`` prompts; an iteration is an epoch, without an
     incomplete batch.
 
-    Its ``state_dict`` and ``load_state_dict`` resume exactly, also between two epochs. Raises ``ValueError``
-    for invalid data.
+    ``PromptStream`` knows its position. Raises ``ValueError`` for invalid data.
     """
     dataset = PromptDataset(config.train_files, tokenizer, config, config.train_max_samples)
     if len(dataset) < config.gen_batch_size:
@@ -432,15 +440,12 @@ def build_train_loader(config: DataConfig, tokenizer: Any) -> "StatefulDataLoade
             f"data.train_files must give at least data.{key}={config.gen_batch_size} prompts, got "
             f"{len(dataset)} after data.train_max_samples and filtering. Lower the batch size or add data."
         )
-    with warnings.catch_warnings(
-        action="ignore", category=UserWarning
-    ):  # torchdata calls a deprecated torch function
-        return StatefulDataLoader(
-            dataset,
-            batch_sampler=_batches(dataset, config),
-            collate_fn=list,
-            num_workers=config.dataloader_num_workers,
-        )
+    return PromptLoader(
+        dataset,
+        batch_sampler=_batches(dataset, config),
+        collate_fn=list,
+        num_workers=config.dataloader_num_workers,
+    )
 
 
 def _batches(dataset: PromptDataset, config: DataConfig) -> EpochBatches:
@@ -464,20 +469,24 @@ def _endless(loader: Any) -> Iterator[list[PromptRow]]:
 
 
 class PromptStream:
-    """An endless stream of a loader's batches, epoch after epoch."""
+    """An endless stream of a loader's batches, epoch after epoch.
+
+    Its position counts the batches that were drawn, whatever the processes of the loader have read ahead.
+    """
 
     def __init__(self, loader: Any, saved: Mapping[str, Any] | None = None) -> None:
         """``loader``: result of ``build_train_loader``; nobody else may iterate it. ``saved``: the state to
         resume; None: the beginning."""
         self._loader = loader
+        self._order: EpochBatches = loader.batch_sampler
         self._batches: Iterator[list[PromptRow]] = _endless(loader)
         self._batches_drawn = 0
         if saved is not None:
-            self.load_state_dict(dict(saved))
+            self.load_state_dict(saved)
 
     def __len__(self) -> int:
         """Batches of one epoch."""
-        return len(self._loader)
+        return len(self._order)
 
     def draw(self) -> tuple[int, list[PromptRow]]:
         """The next batch and its epoch, counted from 0."""
@@ -493,17 +502,11 @@ class PromptStream:
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the next batch."""
-        return {"batches_drawn": self._batches_drawn, "loader": self._loader.state_dict()}
+        return self._order.state_after(self._batches_drawn)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a ``state_dict``. Raises ``ValueError`` when it is invalid, or of other data or another
         order."""
-        if state.keys() != {"batches_drawn", "loader"}:
-            raise ValueError(
-                f"the data position of a checkpoint must hold batches_drawn and loader, got {sorted(state)}: "
-                "another release wrote it. Start a new run with trainer.resume_mode=disable."
-            )
-        self._batches_drawn = int(state["batches_drawn"])
-        self._loader.load_state_dict(state["loader"])
-        # An iterator of the loader checks the state now, not at the first batch.
-        self._batches = itertools.chain(iter(self._loader), _endless(self._loader))
+        self._order.load_state_dict(state)
+        self._batches_drawn = self._order.epoch * len(self) + self._order.position
+        self._batches = _endless(self._loader)

@@ -3,7 +3,8 @@ row."""
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,37 +20,48 @@ T = TypeVar("T")
 
 
 class RecordFile:
-    """One file of rows in memory as an Arrow table; rows are converted to Python objects on access."""
+    """One file of rows in memory; a row becomes Python objects on access.
 
-    def __init__(self, path: str, columns: Sequence[str], optional_columns: Sequence[str] = ()) -> None:
+    A row of JSON is what is written there. Parquet has one type for all values of a column: numbers are
+    floats where one of them is, and mappings have the keys of all rows, with None.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        columns: Sequence[str],
+        optional_columns: Sequence[str] = (),
+        messages: str | None = None,
+    ) -> None:
         """Read ``columns`` (and ``optional_columns`` where they exist) of ``path``.
+
+        ``messages``: the column of chat messages. Fields that are null in parquet are left out there, at
+        every depth.
 
         Raises ``ValueError`` when the file is missing, unreadable or empty, lacks one of ``columns``, has a
         column that belongs to the prompt and is not read, or is not valid UTF-8.
         """
         self.path = path
-        self._table = _read_table(path)
+        self._rows = _read_rows(path)
         self.require(columns)
-        if self._table.num_rows == 0:
+        if len(self) == 0:
             raise ValueError(
                 f"a data file must have at least one row, but {path} has none. Remove it from the list."
             )
         for name in [name for name in self.columns if name in UNREAD]:
-            for row, value in enumerate(self._table.column(name)):
-                refuse_unread({name: value.as_py()}, f"row {row} of {path}")
+            for row, value in enumerate(self.column(name)):
+                refuse_unread({name: value}, f"row {row} of {path}")
         selection = list(
             dict.fromkeys([*columns, *(name for name in optional_columns if name in self.columns)])
         )
         self.unread_columns = [name for name in self.columns if name not in selection]
         """Names of the columns that are not read."""
-        self._table = self._table.select(selection)
-        self._converted(lambda: self._table.validate(full=True), "its columns")
+        self._converted(lambda: self._rows.select(selection, messages), "its columns")
 
     @property
     def columns(self) -> list[str]:
         """Names of the columns."""
-        names: list[str] = self._table.column_names
-        return names
+        return self._rows.columns
 
     def require(self, columns: Sequence[str]) -> None:
         """Raise ``ValueError`` naming those of ``columns`` that the file lacks."""
@@ -63,30 +75,21 @@ class RecordFile:
 
     def __len__(self) -> int:
         """Number of rows."""
-        return int(self._table.num_rows)
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Record]:
+        """All rows, faster than by their numbers."""
+        rows = iter(self._rows)
+        for index in range(len(self)):
+            yield self._converted(lambda: next(rows), f"row {index}")
 
     def column(self, name: str) -> list[Any]:
         """The values of one column, row by row."""
-        values: list[Any] = self._converted(lambda: self._table.column(name).to_pylist(), f"column {name!r}")
-        return values
+        return self._converted(lambda: self._rows.column(name), f"column {name!r}")
 
     def __getitem__(self, index: int) -> Record:
-        """Row ``index`` as a record; null values are None."""
-        record: Record = self._converted(lambda: self._table.slice(index, 1).to_pylist()[0], f"row {index}")
-        return record
-
-    def check_messages(self, name: str) -> None:
-        """Raise ``ValueError`` naming the first row whose column ``name`` holds no chat messages."""
-        for row, messages in enumerate(self._table.column(name)):
-            check_messages(messages.as_py(), name, f"row {row} of {self.path}")
-
-    def check_not_null(self, name: str) -> None:
-        """Raise ``ValueError`` naming the first row whose column ``name`` is null."""
-        row = self._table.column(name).is_null().index(True).as_py()
-        if row >= 0:
-            raise ValueError(
-                f"column {name!r} must hold a value in every row, but row {row} of {self.path} has none."
-            )
+        """Row ``index`` as a record; a value that it lacks is None."""
+        return self._converted(lambda: self._rows[index], f"row {index}")
 
     def _converted(self, convert: Callable[[], T], part: str) -> T:
         """The result of ``convert``. Raises ``ValueError`` naming the ``part`` of the file."""
@@ -96,6 +99,95 @@ class RecordFile:
             raise ValueError(
                 f"{part} of {self.path} must be readable, got the error: {error}. Write the file anew."
             ) from error
+
+
+class _ParquetRows:
+    """The rows of a parquet file."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+        self._messages: str | None = None
+
+    @property
+    def columns(self) -> list[str]:
+        names: list[str] = self._table.column_names
+        return names
+
+    def select(self, columns: Sequence[str], messages: str | None) -> None:
+        """Keep ``columns``. Raises an exception when their values are damaged."""
+        self._table = self._table.select(columns)
+        self._table.validate(full=True)
+        self._messages = messages if messages in columns else None
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: int) -> Record:
+        [record] = self._records(self._table.slice(index, 1))
+        return record
+
+    def __iter__(self) -> Iterator[Record]:
+        return (record for batch in self._table.to_batches(_BATCH_ROWS) for record in self._records(batch))
+
+    def column(self, name: str) -> list[Any]:
+        return [record[name] for record in self._records(self._table.select([name]))]
+
+    def _records(self, rows: "pa.Table | pa.RecordBatch") -> Iterator[Record]:
+        for record in rows.to_pylist(maps_as_pydicts="strict"):
+            if self._messages in record:
+                record[self._messages] = _without_nulls(record[self._messages])
+            yield record
+
+
+class _JsonRows:
+    """The records of a JSON lines or JSON file, kept as text."""
+
+    def __init__(self, records: Any, unit: str) -> None:
+        """``unit``: a record's name in messages. Raises ``ValueError`` unless it is a list of records."""
+        if not isinstance(records, list):
+            raise ValueError(f"it holds no list but {type(records).__name__}")
+        bad = next((number for number, record in enumerate(records, 1) if not isinstance(record, dict)), None)
+        if bad is not None:
+            raise ValueError(f"{unit} {bad} is no record but {str(records[bad - 1])[:80]!r}")
+        self.columns = list(dict.fromkeys(name for record in records for name in record))
+        self._records: list[Record] = records
+        self._lines: list[bytes] = []
+
+    def select(self, columns: Sequence[str], _: str | None) -> None:
+        """Keep ``columns``. Raises ``ValueError`` for half a character, which no tokenizer takes."""
+        self.columns = list(columns)
+        self._lines = [
+            json.dumps(
+                {name: record[name] for name in columns if name in record}, ensure_ascii=False
+            ).encode()
+            for record in self._records
+        ]
+        self._records = []
+
+    def __len__(self) -> int:
+        return len(self._records or self._lines)
+
+    def __getitem__(self, index: int) -> Record:
+        record = json.loads(self._lines[index])
+        return {name: record.get(name) for name in self.columns}
+
+    def __iter__(self) -> Iterator[Record]:
+        return (self[index] for index in range(len(self)))
+
+    def column(self, name: str) -> list[Any]:
+        return [record.get(name) for record in self._records or self]
+
+
+_BATCH_ROWS = 1024
+
+
+def _without_nulls(value: Any) -> Any:
+    """``value`` without the entries of mappings that are None, at every depth."""
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return value
 
 
 class VerifiersRecords:
@@ -114,28 +206,31 @@ class VerifiersRecords:
         return "reward_model" not in file.columns and "answer" in file.columns
 
     def __init__(self, file: RecordFile, prompt_key: str) -> None:
-        """``file``: read with ``COLUMNS`` and ``prompt_key``. Raises ``ValueError`` when it has no prompts,
-        and names the first row without one."""
+        """``file``: read with ``COLUMNS`` and ``prompt_key``. Raises ``ValueError`` when it lacks prompts."""
         self.path = file.path
         self.unread_columns = file.unread_columns
         self._file = file
         self._prompt_key = prompt_key
         if prompt_key not in file.columns:
             file.require(("question", "answer"))
-        for row, messages in enumerate(self.column(prompt_key)):
-            check_messages(messages, prompt_key, f"row {row} of {self.path}")
 
     def __len__(self) -> int:
         """Number of rows."""
         return len(self._file)
 
+    def __iter__(self) -> Iterator[Record]:
+        """All rows."""
+        return map(self._converted, self._file, range(len(self)))
+
     def column(self, name: str) -> list[Any]:
         """The values of one column in verl's format, row by row."""
-        return [self[index][name] for index in range(len(self))]
+        return [record[name] for record in self]
 
     def __getitem__(self, index: int) -> Record:
         """Row ``index`` as a record. Raises ``ValueError`` when its ``info`` is no JSON."""
-        row = self._file[index]
+        return self._converted(self._file[index], index)
+
+    def _converted(self, row: Record, index: int) -> Record:
         prompt = row.get(self._prompt_key)
         if prompt is None or isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt or row.get("question")}]
@@ -156,7 +251,7 @@ class VerifiersRecords:
         }
 
 
-def _read_table(path: str) -> pa.Table:
+def _read_rows(path: str) -> _ParquetRows | _JsonRows:
     file = Path(path).expanduser()
     if not file.is_file():
         raise ValueError(
@@ -167,13 +262,13 @@ def _read_table(path: str) -> pa.Table:
         if file.suffix == ".jsonl":
             # Not splitlines(): a text may hold Unicode's line separators.
             lines = file.read_text(encoding="utf-8").split("\n")
-            return _table_of(
-                [_parsed(line, f"line {number}") for number, line in enumerate(lines, 1) if line.strip()],
-                "line",
-            )
+            records = [
+                _parsed(line, f"line {number}") for number, line in enumerate(lines, 1) if line.strip()
+            ]
+            return _JsonRows(records, "line")
         if file.suffix == ".json":
-            return _table_of(_parsed(file.read_text(encoding="utf-8"), "the file"), "record")
-        return pq.read_table(file)
+            return _JsonRows(_parsed(file.read_text(encoding="utf-8"), "the file"), "record")
+        return _ParquetRows(pq.read_table(file))
     except Exception as error:
         raise ValueError(
             "data files must be parquet, .jsonl (one record per line) or .json (a list of records), but "
@@ -188,26 +283,8 @@ def _parsed(text: str, location: str) -> Any:
         raise ValueError(f"{location} is not JSON: {error}") from error
 
 
-def _table_of(records: Any, unit: str) -> pa.Table:
-    """Records as a table of all their columns; missing values are null."""
-    if not isinstance(records, list):
-        raise ValueError(f"it holds no list but {type(records).__name__}")
-    bad = next((number for number, record in enumerate(records, 1) if not isinstance(record, dict)), None)
-    if bad is not None:
-        raise ValueError(f"{unit} {bad} is no record but {str(records[bad - 1])[:80]!r}")
-    names = dict.fromkeys(name for record in records for name in record)
-    return pa.table({name: _array_of(name, [record.get(name) for record in records]) for name in names})
-
-
-def _array_of(name: str, values: list[Any]) -> pa.Array:
-    try:
-        return pa.array(values)
-    except Exception as error:
-        raise ValueError(f"column {name!r} must hold values of one type: {error}") from error
-
-
 def check_messages(messages: Any, column: str, location: str) -> list[dict[str, Any]]:
-    """``messages`` as chat messages without empty entries.
+    """``messages`` as chat messages; a field that is None counts as absent.
 
     Raises ``ValueError`` naming ``column`` and ``location`` unless it is a list of mappings with a role and a
     text.
@@ -219,7 +296,6 @@ def check_messages(messages: Any, column: str, location: str) -> list[dict[str, 
         )
     for message in messages:
         refuse_unread(message, f"a message of column {column!r} in {location}", MEDIA)
-    # Arrow gives every message of a file the same keys and fills the gaps with None.
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
@@ -292,4 +368,15 @@ class CustomRecords:
                 f"'raw_prompt'), 'data_source' and 'reward_model', but row {index} lacks {missing}; it is "
                 f"{str(row)[:120]}."
             )
+        self._require_picklable(record, index)
         return record
+
+    def _require_picklable(self, record: Record, index: int) -> None:
+        for name in {self._prompt_key, "data_source", "reward_model", "extra_info", "agent_name"} & {*record}:
+            try:
+                pickle.dumps(record[name])
+            except Exception as error:
+                raise ValueError(
+                    f"a row of {self.path} must hold values that can be pickled, because other processes get "
+                    f"them, but {name!r} of row {index} raised {error!r}. Give plain values there."
+                ) from error

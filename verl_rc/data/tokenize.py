@@ -245,10 +245,10 @@ def read_worked_examples(
     """
     examples = []
     for path in files:
-        file = RecordFile(path, [messages_key])
-        for index in range(len(file)):
+        file = RecordFile(path, [messages_key], messages=messages_key)
+        for index, record in enumerate(file):
             location = f"row {index} of {path}"
-            messages = check_messages(file[index][messages_key], messages_key, location)
+            messages = check_messages(record[messages_key], messages_key, location)
             examples.append(_encode(messages, tokenizer, max_length, location))
     return examples
 

@@ -9,7 +9,8 @@ from verl_rc.config.task import DataConfig
 from verl_rc.data.dataset import PromptRow, fit_prompt
 from verl_rc.data.episode import Opening
 from verl_rc.data.tokenize import encode_opening
-from verl_rc.rollout.conversation import MAX_ATTEMPTS, EventLoop
+from verl_rc.event_loop import EventLoop
+from verl_rc.rollout.conversation import MAX_ATTEMPTS
 from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.environment_host import Hosts
 

@@ -42,7 +42,6 @@ PACKAGES = (
     "ray",
     "transformers",
     "tensordict",
-    "torchdata",
     "pydantic",
     "hydra-core",
     "omegaconf",

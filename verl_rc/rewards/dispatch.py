@@ -1,10 +1,11 @@
 """The choice of the reward function: the user's own, loaded and checked once, or the built-in scorer of a
 ``data_source``."""
 
-import asyncio
 import inspect
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from verl_rc.config.task import CustomRewardFunctionConfig, RewardConfig
@@ -14,7 +15,7 @@ from verl_rc.rewards.scorers import dapo_math, exact_match, gsm8k, last_answer, 
 
 RewardFunction = Callable[..., Any]
 """``f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs) -> float | {"score": float,
-...}``."""
+...}``, or an awaitable of that."""
 
 _KEY = "reward.custom_reward_function"
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -28,9 +29,8 @@ def load_reward_function(
 ) -> RewardFunction:
     """The function ``name`` of the Python file ``path`` with ``reward_kwargs`` filled in.
 
-    ``further_arguments``: names of additional keyword arguments of every call. An ``async def`` becomes a
-    synchronous function. Raises ``ValueError`` when the file or the function is missing, or when it does not
-    take the arguments it will get.
+    ``further_arguments``: names of additional keyword arguments of every call. Raises ``ValueError`` when the
+    file or the function is missing, or when it does not take the arguments it will get.
     """
     function = load_from_file(path, name, _KEY, "function", callable)
     settings = dict(reward_kwargs or {})
@@ -44,15 +44,7 @@ def load_reward_function(
             f"({sorted(settings)})."
         ) from error
 
-    def call(**arguments: Any) -> Any:
-        answer = function(**arguments, **settings)
-        return asyncio.run(_finished(answer)) if inspect.isawaitable(answer) else answer
-
-    return call
-
-
-async def _finished(awaitable: Any) -> Any:
-    return await awaitable
+    return partial(function, **settings)
 
 
 _SHOWN_CHARACTERS = 500
@@ -127,44 +119,83 @@ def score_on_timeout(data_source: str) -> float | None:
     return _SCORES_ON_TIMEOUT.get(find_scorer(data_source))
 
 
-def build_reward(config: RewardConfig) -> Callable[[RewardSample], RewardOutput]:
-    """Build the function that scores a sample.
+def build_reward(config: RewardConfig) -> "Reward":
+    """Build what scores samples.
 
-    Raises ``ValueError`` at once when the user's configured function cannot be loaded, or settings of it were
-    given without a file. The returned function raises ``RewardError`` naming the sample for every failure.
+    Raises ``ValueError`` at once when the user's configured function cannot be loaded, settings of it were
+    given without a file, or calls of it cannot overlap as ``reward.max_concurrent`` asks for.
     """
     custom = config.custom_reward_function
-    if custom.path is None and custom != CustomRewardFunctionConfig():
-        given = ", ".join(sorted(custom.model_fields_set - {"path"}))
+    with_model = config.reward_model.enable
+    if custom.path is None:
+        if custom != CustomRewardFunctionConfig():
+            given = ", ".join(sorted(custom.model_fields_set - {"path"}))
+            raise ValueError(
+                f"{_KEY} has no effect without {_KEY}.path, but {given} was given: built-in scorers would "
+                "score. Name the Python file, or drop the rest."
+            )
+        return Reward(None, with_model)
+    function = load_reward_function(
+        custom.path, custom.name, custom.reward_kwargs, ["reward_model_score"] if with_model else []
+    )
+    reward = Reward(function, with_model)
+    if config.max_concurrent > 1 and not reward.is_async:
         raise ValueError(
-            f"{_KEY} has no effect without {_KEY}.path, but {given} was given: built-in scorers would score. "
-            "Name the Python file, or drop the rest."
+            f"reward.max_concurrent={config.max_concurrent} needs an `async def`, and {custom.name} of "
+            f"{custom.path} is none: its calls cannot overlap in one process. Set reward.num_workers instead."
         )
-    with_model = ["reward_model_score"] if config.reward_model.enable else []
-    function = None
-    if custom.path is not None:
-        function = load_reward_function(custom.path, custom.name, custom.reward_kwargs, with_model)
+    return reward
 
-    def call(sample: RewardSample) -> Any:
-        if function is None and sample.ground_truth is None:
+
+class Reward:
+    """Scores samples by a function of the user's, or by the built-in scorer of each one's source."""
+
+    def __init__(self, function: RewardFunction | None, with_model: bool) -> None:
+        """``function``: the user's; None: the built-in scorers. ``with_model``: it gets the score of a reward
+        model."""
+        self._function = function
+        self._model_columns = ["reward_model_score"] if with_model else []
+        call = function.func if isinstance(function, partial) else function
+        self.is_async = any(map(inspect.iscoroutinefunction, (call, type(call).__call__)))
+        """Whether the function is an ``async def``."""
+
+    def __call__(self, sample: RewardSample) -> RewardOutput:
+        """The score of a sample by a function that is no ``async def``. Raises ``RewardError`` naming the
+        sample for every failure."""
+        output = self.start(sample)
+        assert isinstance(output, RewardOutput)
+        return output
+
+    def start(self, sample: RewardSample) -> RewardOutput | Coroutine[Any, Any, RewardOutput]:
+        """The score of a sample, or a coroutine that returns it if the function must be awaited. Both raise
+        ``RewardError`` naming the sample for every failure."""
+        with _failures_of(sample):
+            returned = self._call(sample)
+        if self._function is not None and inspect.isawaitable(returned):
+            return self._awaited(returned, sample)
+        return self._output(returned, sample)
+
+    async def _awaited(self, answer: Awaitable[Any], sample: RewardSample) -> RewardOutput:
+        with _failures_of(sample):
+            returned = await answer
+        return self._output(returned, sample)
+
+    def _call(self, sample: RewardSample) -> Any:
+        if self._function is None and sample.ground_truth is None:
             raise ValueError(
                 "the row has no ground_truth in its reward_model, which built-in scorers compare with"
             )
-        if function is None:
+        if self._function is None:
             return find_scorer(sample.data_source)(sample.solution_str, sample.ground_truth)
-        return function(
+        return self._function(
             data_source=sample.data_source,
             solution_str=sample.solution_str,
             ground_truth=sample.ground_truth,
             extra_info=sample.extra_info,
-            **dict.fromkeys(with_model, sample.reward_model_score),
+            **dict.fromkeys(self._model_columns, sample.reward_model_score),
         )
 
-    def reward(sample: RewardSample) -> RewardOutput:
-        try:
-            returned = call(sample)
-        except (Exception, SystemExit) as error:
-            raise RewardError(f"the reward function raised {_described(error)} for {sample}.") from error
+    def _output(self, returned: object, sample: RewardSample) -> RewardOutput:
         try:
             output = as_reward_output(returned, sample)
         except RewardError:
@@ -174,11 +205,17 @@ def build_reward(config: RewardConfig) -> Callable[[RewardSample], RewardOutput]
                 "a reward function must return a number, or a dict with one under 'score', but what it "
                 f"returned for {sample} cannot be read: {_described(error)}."
             ) from error
-        return RewardOutput(
-            output.score, {**output.extras, **dict.fromkeys(with_model, sample.reward_model_score)}
-        )
+        extras = {**output.extras, **dict.fromkeys(self._model_columns, sample.reward_model_score)}
+        return RewardOutput(output.score, extras)
 
-    return reward
+
+@contextmanager
+def _failures_of(sample: RewardSample) -> Iterator[None]:
+    """A context whose exceptions become ``RewardError`` with the name of the sample."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise RewardError(f"the reward function raised {_described(error)} for {sample}.") from error
 
 
 def _described(error: BaseException) -> str:

@@ -77,6 +77,11 @@ _REPR.maxstring = _REPR.maxother = 80
 class RewardError(ValueError):
     """A response that could not be scored; the message names the sample and the reason."""
 
+    @classmethod
+    def without_answer(cls, reason: object, sample: object) -> "RewardError":
+        """The error of a call that did not return."""
+        return cls(f"the reward function did not return, {reason}, for {sample}.")
+
 
 @dataclass(frozen=True)
 class RewardOutput:

@@ -4,9 +4,8 @@ Every sample takes its turns at its own pace. Sampled token ids are never encode
 """
 
 import asyncio
-import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +17,7 @@ from verl_rc.data.episode import Episode, EpisodeKey, Exchange, Opening, Reply, 
 from verl_rc.data.parts import Answer, Part, Sample, num_tokens, runs, token_ids
 from verl_rc.data.stop_tokens import stop_token_ids
 from verl_rc.data.tokenize import ContinuationEncoder, encode_opening, load_tokenizer
+from verl_rc.event_loop import EventLoop
 from verl_rc.rollout.engine import QueuedSample
 from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.environment_host import (
@@ -37,18 +37,6 @@ MAX_ATTEMPTS = 2
 
 _HOST_TIMEOUT_FACTOR = 10.0
 """Time limit of a host over that of an environment's method: a host may have to replay turns."""
-
-
-class EventLoop:
-    """An event loop in a daemon thread of its own."""
-
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
-
-    def start(self, call: Coroutine[Any, Any, Any]) -> "Future[Any]":
-        """Run ``call`` in this loop; returns at once."""
-        return asyncio.run_coroutine_threadsafe(call, self._loop)
 
 
 class LocalHosts(Hosts):

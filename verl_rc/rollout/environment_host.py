@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from verl_rc.config.rollout import EnvironmentConfig, RolloutConfig
 from verl_rc.data.episode import BadReplyError, Episode, EpisodeKey, Opening, Reply, Turn
+from verl_rc.event_loop import LateError, within
 from verl_rc.rollout.environment import Environment, EpisodeFailedError, PolicyError, environment_class
 from verl_rc.rollout.tool_environment import Toolbox, ToolEnvironment
 
@@ -113,7 +114,7 @@ class Host:
                 return await self._reset(environment, row, seed)
             finally:
                 await self._close(environment)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise EpisodeFailedError(f"the environment failed to open an episode: {error!r}") from error
 
     async def step(self, episode: Episode, turn: Turn) -> StepOutcome:
@@ -204,18 +205,13 @@ class Host:
 
     async def _call(self, call: Awaitable[T], method: str, environment: Environment) -> T:
         """Await a call of an environment's method. Raises ``TimeoutError`` after ``step_seconds``."""
-        # The call may raise a TimeoutError of its own, which is no timeout of this host.
-        outcomes = asyncio.gather(call, return_exceptions=True)
         try:
-            (outcome,) = await asyncio.wait_for(outcomes, self._limits.step_seconds)
-        except asyncio.TimeoutError as error:
+            return await within(self._limits.step_seconds, call)
+        except LateError as error:
             raise TimeoutError(
                 f"{environment!r}.{method} must return within "
                 f"actor_rollout_ref.rollout.environment.step_seconds={self._limits.step_seconds:g}."
             ) from error
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
 
     async def _close_idle(self) -> None:
         oldest = asyncio.get_running_loop().time() - self._limits.idle_seconds

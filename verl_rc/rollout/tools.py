@@ -1,6 +1,7 @@
 """Tools that a policy may call between its turns: text in, text out, bounded in time."""
 
 import ast
+import inspect
 import json
 import math
 import operator
@@ -220,6 +221,11 @@ def find_tools(names: Sequence[str]) -> dict[str, Tool]:
             )
         if not isinstance(tool, Tool):
             raise ValueError(f"{key} must be a verl_rc.rollout.tools.Tool, got {tool!r}.")
+        if inspect.iscoroutinefunction(tool.function):
+            raise ValueError(
+                f"{key} must have a function that returns its answer, got an `async def`. Write a plain "
+                "function, or an environment (docs/environments.md), whose methods may wait."
+            )
         if tool.name in tools:
             raise ValueError(
                 "actor_rollout_ref.rollout.multi_turn.tools must have different names, got two "

@@ -1,13 +1,11 @@
 import dataclasses
 import json
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl_rc.checkpoint.run_state import LengthTotals, RunState, SavedRun, SupplyState, check_same_model
 from verl_rc.checkpoint.store import CheckpointError
@@ -44,24 +42,11 @@ SUPPLY = SupplyState(
 )
 
 
-def build_loader(num_workers: int = 0) -> "StatefulDataLoader[list[int]]":
-    with warnings.catch_warnings(action="ignore"):
-        batches = EpochBatches(10, 3, seed=1, shuffle=True)
-        return StatefulDataLoader(
-            list(range(100, 110)), batch_sampler=batches, collate_fn=list, num_workers=num_workers
-        )
-
-
 def after_five_batches() -> SavedRun:
     """A state of which no field is what it is in the beginning."""
-    loader = build_loader()
-    served = list(loader)
-    iterator = iter(loader)
-    served += [next(iterator), next(iterator)]
-    assert len(served) == 5
     state = RunState(
         step=5,
-        prompts=loader.state_dict(),
+        prompts=EpochBatches(10, 3, seed=1, shuffle=True).state_after(5),
         supply=SUPPLY,
         control=ControlState(kl_coef=0.1 + 0.2, rejection_threshold=1.5),
         rollout_gap_limit=0.25,
@@ -107,16 +92,6 @@ def test_a_checkpoint_holds_every_leaf_of_the_state(tmp_path: Path) -> None:
     loaded = SavedRun.load(tmp_path)
     assert leaves(loaded.state) == now
     assert loaded == saved
-
-
-def test_the_loader_goes_on_where_it_stood(tmp_path: Path) -> None:
-    whole = build_loader()
-    expected = [batch for _ in range(3) for batch in whole][5:]
-    after_five_batches().save(tmp_path)
-    resumed = build_loader()
-    resumed.load_state_dict(SavedRun.load(tmp_path).state.prompts)
-    assert [batch for _ in range(2) for batch in resumed] == expected
-    assert len(expected) == 4
 
 
 def test_nothing_but_json_is_written(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ import pytest
 
 from verl_rc.cluster.reward_pool import RewardPool
 from verl_rc.config.task import RewardConfig
+from verl_rc.config.user_code import load_user_module
 from verl_rc.rewards import RewardError, RewardOutput, RewardSample
 
 SOURCE = """
-import asyncio, enum, os, signal, subprocess, sys, time
+import enum, os, signal, subprocess, sys, time
 
 class Verdict(enum.StrEnum):
     RIGHT = "right"
@@ -38,6 +39,9 @@ def beyond_floats(argument, folder):
 def compute_score(data_source, solution_str, ground_truth, extra_info, folder):
     behaviour, _, argument = solution_str.partition(" ")
     return globals()[behaviour](argument, folder)
+
+def by_rule(data_source, solution_str, ground_truth, extra_info, folder):
+    return extra_info["rule"].points
 
 def score(argument, folder):
     return float(argument)
@@ -80,10 +84,6 @@ def an_object(argument, folder):
 
 def much_memory(argument, folder):
     return float(len(bytearray(1 << 31)))
-
-async def slowly(data_source, solution_str, ground_truth, extra_info, folder):
-    await asyncio.sleep(0.01)
-    return float(solution_str)
 """
 Configure = Callable[..., RewardConfig]
 
@@ -206,10 +206,6 @@ def test_calls_that_hang_are_killed_with_all_they_started(
     assert scores_of(pool, "score 1", "score 2") == [1, 2]
 
 
-def test_async_functions_are_awaited(open_pool: Callable[..., RewardPool]) -> None:
-    assert scores_of(open_pool(name="slowly"), "1", "2", "3") == [1, 2, 3]
-
-
 def test_a_memory_limit_holds_in_the_processes(open_pool: Callable[..., RewardPool]) -> None:
     pool = open_pool(num_workers=1, memory_limit_megabytes=1024)
     failed, scored = results_of(pool, "much_memory", "score 1")
@@ -252,6 +248,17 @@ def test_built_in_mathematics_runs_there_too() -> None:
     pool.close()
     assert isinstance(result, RewardOutput)
     assert (result.score, result.extras["pred"]) == (1.0, "0.5")
+
+
+def test_a_class_of_another_file_of_the_user_arrives(
+    open_pool: Callable[..., RewardPool], folder: Path
+) -> None:
+    (folder / "data.py").write_text("class Rule:\n    points = 0.5\n")
+    rule = load_user_module(str(folder / "data.py"), "data.custom_cls.path").Rule()
+    sample = RewardSample(0, "mine", "truth", {"rule": rule}, "x")
+    [(_, result)] = open_pool(name="by_rule", num_workers=1).results([sample])
+    assert isinstance(result, RewardOutput)
+    assert result.score == 0.5
 
 
 def test_the_processes_end_with_the_pool(open_pool: Callable[..., RewardPool]) -> None:

@@ -47,14 +47,14 @@ def test_resume_after_any_number_of_batches(taken):
     flow = (batch for _ in range(4) for batch in first)
     begun = [next(flow) for _ in range(taken)]
     second = EpochBatches(7, 2, 3, True)
-    second.load_state_dict(first.state_dict())
+    second.load_state_dict(first.state_after(taken))
     assert (second.epoch, second.position) == divmod(taken, 3)
     rest = [batch for _ in range(4) for batch in second][: 12 - taken]
     assert begun + rest == whole
 
 
 def test_state_of_other_data_is_refused():
-    state = EpochBatches(7, 2, 3, True).state_dict()
+    state = EpochBatches(7, 2, 3, True).state_after(1)
     for other in (EpochBatches(8, 2, 3, True), EpochBatches(7, 3, 3, True), EpochBatches(7, 2, 4, True)):
         with pytest.raises(ValueError, match="a resumed run must read the data it was started with"):
             other.load_state_dict(state)
@@ -123,12 +123,12 @@ def test_mixed_files_resume_after_any_number_of_batches(taken):
     flow = (batch for _ in range(4) for batch in first)
     begun = [next(flow) for _ in range(taken)]
     second = fresh()
-    second.load_state_dict(first.state_dict())
+    second.load_state_dict(first.state_after(taken))
     assert begun + [batch for _ in range(4) for batch in second][: 8 - taken] == whole
 
 
 def test_state_of_another_mixture_is_refused():
-    state = MixedBatches([6, 2], [1, 1], 2, 3, True).state_dict()
+    state = MixedBatches([6, 2], [1, 1], 2, 3, True).state_after(1)
     for sizes, weights in (([6, 2], [1, 2]), ([5, 3], [1, 1])):
         with pytest.raises(ValueError, match=r"Restore data.train_files, data.train_weights"):
             MixedBatches(sizes, weights, 2, 3, True).load_state_dict(state)

@@ -54,9 +54,121 @@ def test_unreadable_file_is_named(name, tmp_path):
         RecordFile(str(tmp_path / name), ["prompt"])
 
 
-def test_gaps_that_arrow_fills_are_taken_out_of_messages():
+def test_a_null_field_of_a_message_is_absent():
     messages = [{"role": "user", "content": "x", "tool_calls": None}]
     assert check_messages(messages, "prompt", "row 0") == [{"role": "user", "content": "x"}]
+
+
+UNLIKE = [
+    3,
+    2.5,
+    10**30,
+    True,
+    "3",
+    None,
+    [1, 2],
+    [0.5, None, "x"],
+    [],
+    {},
+    {"f(1)": "1"},
+    {"g": {"h": [{}]}},
+]
+"""Values that no Arrow type holds together."""
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_a_row_of_json_is_what_is_written_there(suffix, record, tokenizer, tmp_path):
+    written = [
+        record(
+            str(number), reward_model={"ground_truth": value}, extra_info={"of": value, f"key{number}": value}
+        )
+        for number, value in enumerate(UNLIKE)
+    ]
+    text = json.dumps(written) if suffix == "json" else "\n".join(map(json.dumps, written))
+    (tmp_path / f"data.{suffix}").write_text(text)
+    path = str(tmp_path / f"data.{suffix}")
+    for rows in (
+        build_validation_rows(options_of(path), tokenizer),
+        PromptDataset([path], tokenizer, options_of(path)),
+    ):
+        read = [(rows[index].ground_truth, rows[index].extra_info) for index in range(len(UNLIKE))]
+        assert repr(read) == repr(
+            [(row["reward_model"]["ground_truth"], row["extra_info"]) for row in written]
+        )
+
+
+def call(name, arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def chat(*calls, **fields):
+    return [{"role": "assistant", "content": "", "tool_calls": list(calls), **fields}]
+
+
+CHATS = [
+    chat(call("weather", {"city": "Oslo"}), name="a"),
+    chat(call("sum", {"numbers": [1, 2], "of": [{"x": 1}, {"y": {"z": "2"}}]}), call("nothing", {})),
+    [{"role": "user", "content": "x"}],
+]
+
+
+@pytest.mark.parametrize("prompt_key", ["prompt", "chat"])
+def test_what_parquet_adds_to_messages_is_taken_out_at_every_depth(prompt_key, write_parquet):
+    path = write_parquet([{prompt_key: chat, "other": {str(row): "x"}} for row, chat in enumerate(CHATS)])
+    file = RecordFile(path, [prompt_key, "other"], messages=prompt_key)
+    assert [file[index][prompt_key] for index in range(3)] == [row[prompt_key] for row in file] == CHATS
+    assert file.column("other") == [
+        {"0": "x", "1": None, "2": None},
+        {"0": None, "1": "x", "2": None},
+        {"0": None, "1": None, "2": "x"},
+    ]
+
+
+def test_a_null_that_a_line_gives_to_an_argument_is_one(tmp_path):
+    messages = chat(call("weather", {"city": None}))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages}))
+    [row] = RecordFile(str(tmp_path / "rows.jsonl"), ["messages"], messages="messages")
+    assert check_messages(row["messages"], "messages", "row 0") == messages
+
+
+def test_what_is_done_to_a_row_is_not_done_to_the_next_reading(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"extra": {"seen": []}}')
+    file = RecordFile(str(tmp_path / "rows.jsonl"), ["extra"])
+    file[0]["extra"]["seen"].append(1)
+    assert file[0] == {"extra": {"seen": []}}
+
+
+def test_a_map_of_parquet_is_a_mapping(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    column = pa.array([[("a", 1)], [("b", 2)]], pa.map_(pa.string(), pa.int64()))
+    pq.write_table(pa.table({"extra": column}), tmp_path / "rows.parquet")
+    assert RecordFile(str(tmp_path / "rows.parquet"), ["extra"]).column("extra") == [{"a": 1}, {"b": 2}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": "9"}, "must hold a list of chat messages .* in row 1 of"),
+        (
+            {"data_source": None},
+            "column 'data_source' must hold a value in every row, but row 1 of .* has none",
+        ),
+        (
+            {"reward_model": "9"},
+            "column 'reward_model' must hold .*'ground_truth': ...}, got '9' in row 1 of",
+        ),
+        ({"reward_model": {"style": "rule"}}, "column 'reward_model' must hold .* in row 1 of"),
+        ({"extra_info": ["9"]}, "column 'extra_info' must hold a mapping .* in row 1 of"),
+    ],
+)
+def test_a_line_unlike_the_others_is_named_at_the_start(changes, message, record, tokenizer, tmp_path):
+    lines = [record("1"), record("9", **changes), record("2")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    path = str(tmp_path / "rows.jsonl")
+    with pytest.raises(ValueError, match=message):
+        PromptDataset([path], tokenizer, options_of(path))
 
 
 @pytest.mark.parametrize(
@@ -90,8 +202,7 @@ def test_a_text_may_hold_unicodes_own_line_ends(tmp_path):
     [
         ("rows.jsonl", '{"prompt": "a"}\n{"prompt": \n', r"could not be read: line 2 is not JSON"),
         ("rows.jsonl", '{"prompt": "a"}\n"b"\n', r"line 2 is no record but 'b'"),
-        ("rows.jsonl", '{"prompt": 1}\n{"prompt": "a"}\n', r"column 'prompt' must hold values of one type"),
-        ("rows.jsonl", '{"prompt": 1' + "0" * 30 + "}\n", r"column 'prompt' must hold values of one type"),
+        ("rows.jsonl", '{"prompt": "\\ud83d"}\n', r"must be readable, got .* surrogates not allowed"),
         ("rows.json", '{"prompt": "a"}', r"it holds no list but dict"),
         ("rows.json", "[" * 100_000, r"the file is not JSON: maximum recursion depth"),
     ],
@@ -126,26 +237,17 @@ def messages(content):
     "bad", [None, [], messages(None), [*messages("x"), None], [{"role": None, "content": "x"}]]
 )
 @pytest.mark.parametrize("rows_per_chunk", [2, 100])
-def test_the_first_row_without_messages_is_named_wherever_it_stands(bad, rows_per_chunk, write_parquet):
+def test_the_first_row_without_messages_is_named_wherever_it_stands(
+    bad, rows_per_chunk, write_parquet, record, tokenizer
+):
     import pyarrow.parquet as pq
 
-    path = write_parquet(
-        [{"prompt": messages(str(row))} for row in range(7)] + [{"prompt": bad}, {"prompt": []}]
-    )
+    path = write_parquet([record("", prompt=prompt) for prompt in [*[messages("1")] * 7, bad, []]])
     pq.write_table(pq.read_table(path), path, row_group_size=rows_per_chunk)
-    file = RecordFile(path, ["prompt"])
     with pytest.raises(
         ValueError, match=r"column 'prompt' must hold a list of chat messages .* in row 7 of "
     ):
-        file.check_messages("prompt")
-
-
-def test_a_null_where_a_value_must_be_is_named(write_parquet):
-    file = RecordFile(write_parquet([{"a": "x"}, {"a": None}, {"a": None}]), ["a"])
-    with pytest.raises(
-        ValueError, match=r"column 'a' must hold a value in every row, but row 1 of .* has none"
-    ):
-        file.check_not_null("a")
+        PromptDataset([path], tokenizer, options_of(path))
 
 
 SOURCE = """
@@ -209,6 +311,17 @@ def test_rows_are_tokenised_filtered_and_batched(key, config, tokenizer):
 def test_a_wrong_class_is_named(source, name, message, config, tokenizer):
     with pytest.raises(ValueError, match=message):
         build_train_loader(config(source, name), tokenizer)
+
+
+@pytest.mark.parametrize(
+    "value", ["lambda: 1", "threading.Lock()", "(n for n in [1])", "type('C', (), {})()"]
+)
+def test_a_row_that_no_other_process_can_get_is_named(value, config, tokenizer):
+    source = "import threading\n" + SOURCE.replace("KEY", "'prompt'").replace(
+        '"data_source":', f'"extra_info": {{"rule": {value}}}, "tokenizer": (lambda: 1), "data_source":'
+    )
+    with pytest.raises(ValueError, match=r"values that can be pickled, .* 'extra_info' of row 0 raised"):
+        build_train_loader(config(source), tokenizer)
 
 
 def test_its_data_sources_are_found(config, tokenizer):

@@ -1,5 +1,7 @@
 """Reward functions from a user's file, and every row finds its scorer, or an error says which are known."""
 
+import asyncio
+import inspect
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ from verl_rc.rewards import (
 from verl_rc.rewards.dispatch import load_reward_function
 
 SOURCE = """
-import asyncio
+import asyncio, functools
 
 LIMIT = 3
 
@@ -31,6 +33,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, weight=1.
 async def slowly(data_source, solution_str, ground_truth, extra_info):
     await asyncio.sleep(0)
     return 0.25
+
+class Slow:
+    async def __call__(self, **_):
+        return 0.25
+
+class Judge:
+    def __call__(self, **_):
+        return 1.0
+
+SLOW, PART, JUDGE = Slow(), functools.partial(slowly), Judge()
 
 def catch_all(**everything):
     return sorted(everything)
@@ -53,8 +65,27 @@ def test_keyword_arguments_are_filled_in(path):
     assert load_reward_function(path, "catch_all", {"b": 1})(**ARGUMENTS) == sorted([*ARGUMENTS, "b"])
 
 
-def test_async_functions_run_to_their_end(path):
-    assert load_reward_function(path, "slowly")(**ARGUMENTS) == 0.25
+@pytest.mark.parametrize(
+    ("name", "is_async"),
+    [("slowly", True), ("SLOW", True), ("PART", True), ("compute_score", False), ("JUDGE", False)],
+)
+def test_an_async_function_is_known_and_awaited(path, name, is_async):
+    section = {"path": path, "name": name}
+    reward = build_reward(RewardConfig.model_validate({"custom_reward_function": section}))
+    assert reward.is_async == is_async
+    started = reward.start(sample("s", "x"))
+    output = asyncio.run(started) if inspect.iscoroutine(started) else started
+    assert output.score == (0.25 if is_async else 1.0)
+
+
+def test_only_the_calls_of_an_async_function_overlap(path):
+    fields = {"custom_reward_function": {"path": path}, "max_concurrent": 2}
+    with pytest.raises(
+        ValueError, match=r"reward.max_concurrent=2 needs an `async def`, and compute_score of .* is none"
+    ):
+        build_reward(RewardConfig.model_validate(fields))
+    with pytest.raises(ValueError, match=r"max_concurrent is for an `async def` of reward.custom_reward"):
+        RewardConfig.model_validate({"max_concurrent": 2})
 
 
 @pytest.mark.parametrize(
@@ -63,7 +94,7 @@ def test_async_functions_run_to_their_end(path):
         (
             "missing",
             {},
-            r"must name a function of .*mine.py, got 'missing'; it has \['catch_all', 'compute",
+            r"must name a function of .*mine.py, got 'missing'; it has \['JUDGE', .*'catch_all', 'compute",
         ),
         ("LIMIT", {}, "must name a function"),
         (

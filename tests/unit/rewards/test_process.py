@@ -24,10 +24,8 @@ def config(tmp_path: Path) -> RewardConfig:
 def test_a_sample_that_fails_is_answered_with_the_reason(config: RewardConfig) -> None:
     reward = LoadedReward(config)
     assert reward.problem() is None
-    first, failed, third = (
-        reward.score(RewardSample(index, "mine", None, {}, text))
-        for index, text in enumerate(["4", "0", "2"])
-    )
+    samples = [RewardSample(index, "mine", None, {}, text) for index, text in enumerate(["4", "0", "2"])]
+    [(_, first), (_, failed), (_, third)] = reward.score(list(enumerate(samples)))
     assert first == RewardOutput(0.25, {"text": "4"})
     assert third == RewardOutput(0.5, {"text": "2"})
     assert isinstance(failed, RewardError)

@@ -12,7 +12,8 @@ import torch
 from guessing import Guess
 
 from verl_rc.data.episode import BadReplyError, Episode, Exchange, Opening, Reply, Turn
-from verl_rc.rollout.environment import Environment, environment_class
+from verl_rc.rollout.conversation import LocalHosts
+from verl_rc.rollout.environment import Environment, EpisodeFailedError, environment_class
 from verl_rc.rollout.environment_host import Failure, Host, HostLimits, NeedsHistory, StepOutcome, StepResult
 
 T = TypeVar("T")
@@ -302,3 +303,24 @@ def test_what_numpy_computed_for_a_reply_comes_back_from_a_checkpoint() -> None:
     assert opening == {"messages": [{"role": "user", "content": "ab"}], "tools": []}
     assert (reply["reward"], reply["done"], reply["metrics"]) == (0.5, False, {"a": 2.0})
     assert reply["extra_info"] == {"seen": [3]}
+
+
+class Leaves(Environment):
+    """Ends its process, as a script would."""
+
+    async def reset(self, row: Any, seed: int) -> None:
+        if seed:
+            raise SystemExit(3)
+
+    async def step(self, turn: Turn) -> Reply:
+        raise SystemExit(4)
+
+
+def test_an_environment_that_exits_fails_alone() -> None:
+    hosts = LocalHosts(Host(lambda _: Leaves(), NO_LIMITS))
+    for _ in range(2):
+        with pytest.raises(EpisodeFailedError, match=r"failed to open an episode: SystemExit\(3\)"):
+            run(hosts.open({}, 5))
+        outcome = run(hosts.step(episode(seed=0), WRONG[0]))
+        assert isinstance(outcome, Failure)
+        assert "SystemExit(4)" in outcome.reason

@@ -229,6 +229,8 @@ SOURCE = """
 from verl_rc.rollout.tools import Tool
 SHOUT = Tool("shout", "Shouts.", {"text": "what"}, lambda text: text.upper())
 TWIN = Tool("calculator", "Another.", {}, lambda: "")
+async def wait(text): return text
+WAIT = Tool("wait", "Waits.", {"text": "what"}, wait)
 """
 
 
@@ -252,6 +254,7 @@ def test_what_cannot_be_found_is_named(own_module: str) -> None:
         ("calculater", "got 'calculater'; the nearest is calculator"),
         (f"{own_module}:NONE", "has no attribute 'NONE'"),
         (f"{own_module}:Tool", "must be a verl_rc.rollout.tools.Tool, got"),
+        (f"{own_module}:WAIT", "must have a function that returns its answer, got an `async def`"),
         ("no_such_module:X", "must name a tool in an importable module"),
     ):
         with pytest.raises(ValueError, match=message):
