@@ -210,6 +210,7 @@ RAY: list[tuple[str, str, Any]] = [
 def test_arguments_of_ray(overrides: str, argument: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
     monkeypatch.setattr("ray.init", lambda **arguments: seen.update(arguments))
+    monkeypatch.setattr(ray_session, "_require_answer", lambda address: None)
     monkeypatch.setenv("PYTHONPATH", "")
     start_ray(load(overrides).ray_kwargs.ray_init, 1)
     assert seen[argument] == value
