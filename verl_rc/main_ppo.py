@@ -22,6 +22,11 @@ def train(config: RunConfig) -> None:
 
 
 def _train(config: RunConfig) -> None:
+    if config.actor_rollout_ref.rollout.converses:
+        # It loads transformers, and is asked before Ray starts.
+        from verl_rc.rollout.conversation import require_template  # noqa: PLC0415
+
+        require_template(config)
     log("loading ray and torch, starting Ray …")
     with importing():
         # ray loads only once the configuration is valid

@@ -75,13 +75,10 @@ def _explain(options: Options) -> None:
         raise user_error(str(error)) from None
     sys.stdout.write(plan_text(config, measured))
     if config.actor_rollout_ref.rollout.converses and Path(config.actor_rollout_ref.model.path).is_dir():
-        from verl_rc.data.tokenize import load_tokenizer
         from verl_rc.rollout.conversation import require_template
 
         try:
-            require_template(
-                load_tokenizer(config.actor_rollout_ref.model.path, config.data.trust_remote_code), config
-            )
+            require_template(config)
         except ValueError as error:
             raise user_error(str(error)) from None
 

@@ -52,7 +52,7 @@ from verl_rc.ppo.choices import policy_loss_name
 from verl_rc.preflight.explain import add_to_plan, plan_text, write_plan
 from verl_rc.preflight.machine import refuse_too_little_memory
 from verl_rc.preflight.memory import ModelShape, choose_gradient_sums, model_paths
-from verl_rc.rollout.conversation import LocalHosts, require_template
+from verl_rc.rollout.conversation import LocalHosts
 from verl_rc.rollout.engine import EngineFacts, EngineOptions, engine_options
 from verl_rc.rollout.environment_host import Hosts, open_host
 from verl_rc.rollout.tool_environment import template_arguments
@@ -205,13 +205,12 @@ def _with_environment(
     """The data's configuration with the arguments of the chat template, which with ``multi_turn`` describe
     tools, and what environments open episodes with.
 
-    Raises ``ValueError`` when engines could not hold conversations with the tools or the environment.
+    Raises ``ValueError`` when the environment cannot be made.
     """
     rollout, data = config.actor_rollout_ref.rollout, config.data
     if not rollout.converses:
         return data, None
     arguments = template_arguments(rollout.multi_turn, data.apply_chat_template_kwargs)
-    require_template(tokenizer, config)
     data = data.model_copy(update={"apply_chat_template_kwargs": arguments})
     host = open_host(rollout)  # wherever environments run, a mistake in their keys is seen here
     if rollout.environment.name is None:

@@ -111,7 +111,7 @@ def check_tokenizer(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
         tokenizer = load_tokenizer(path, config.data.trust_remote_code)
         messages = [{"role": "user", "content": "1"}]
         token_ids = encode_prompt(tokenizer, messages, config.data.apply_chat_template_kwargs)
-        require_template(tokenizer, config)
+        require_template(config)
     except (OSError, ValueError) as error:
         yield Finding(
             "failed",

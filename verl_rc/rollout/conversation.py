@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
 from verl_rc.data.episode import Episode, EpisodeKey, Exchange, Opening, Reply, Turn
 from verl_rc.data.parts import Answer, Part, Sample, num_tokens, runs, token_ids
@@ -68,12 +69,21 @@ class AnsweredSample:
     """Whether the policy gets another turn."""
 
 
-def require_template(tokenizer: Any, config: RunConfig) -> None:
-    """Raise ``ValueError`` when the chat template cannot hold the run's conversations: an environment
+def require_template(config: RunConfig) -> None:
+    """Raise ``ConfigError`` when the chat template cannot hold the run's conversations: an environment
     answers as ``user``, a tool as ``tool``."""
     rollout = config.actor_rollout_ref.rollout
     if not rollout.converses:
         return
+    try:
+        _require_answers(config)
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _require_answers(config: RunConfig) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.data.trust_remote_code)
     arguments = template_arguments(rollout.multi_turn, config.data.apply_chat_template_kwargs)
     stop_tokens = stop_token_ids(tokenizer, config.actor_rollout_ref.model.path)
     encoder = ContinuationEncoder(tokenizer, arguments, stop_tokens)
