@@ -4,6 +4,7 @@ Triton's interpreter."""
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -26,6 +27,17 @@ ARGUMENTS = {
     "distributed_executor_backend": "uni",
     "compilation_config": ENGINE_ARGUMENTS["cuda"]["compilation_config"],
 }
+
+
+def rows_depend_on_their_place() -> bool:
+    """Whether numpy's product, with which Triton's interpreter computes, rounds a row by its place."""
+    left, right = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0)).numpy()
+    return not (np.roll(np.roll(left, 5, axis=0) @ right, -5, axis=0) == left @ right).all()
+
+
+pytestmark = pytest.mark.skipif(
+    rows_depend_on_their_place(), reason="numpy's product on this CPU rounds a row by its place in the batch"
+)
 
 
 @pytest.fixture(scope="module")

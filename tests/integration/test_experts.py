@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, Qwen2MoeForCausalLM, Qwen3MoeForCausal
 from verl_rc.data.parts import token_ids
 from verl_rc.distributed.child_process import ChildProcess
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.weight_sync.sender import every_name
 
 ROUNDING = 1e-4
 """In nats: both sides compute in float32."""
@@ -44,7 +45,7 @@ def test_an_engine_computes_experts_as_the_trainer_also_after_updates(
                 for parameter in model.parameters():
                     parameter.add_(0.2 * parameter.std() * torch.randn_like(parameter))
             assert gap(engine, model) > 1000 * ROUNDING
-            engine.call("load", dict(model.named_parameters()), version, "float32")
+            engine.call("load", dict(every_name(model)), version, "float32")
             assert gap(engine, model) < ROUNDING
     finally:
         engine.end()

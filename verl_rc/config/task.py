@@ -171,7 +171,7 @@ class RewardConfig(StrictModel):
             )
         if self.max_concurrent > 1 and self.custom_reward_function.path is None:
             raise ValueError(
-                "reward.max_concurrent is for an `async def` of reward.custom_reward_function.path, which is "
-                f"not set; got {self.max_concurrent}, leave it at 1"
+                "reward.max_concurrent must be 1 without reward.custom_reward_function.path, whose `async def` "
+                f"it is for; got {self.max_concurrent}"
             )
         return self

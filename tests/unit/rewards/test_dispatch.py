@@ -84,7 +84,7 @@ def test_only_the_calls_of_an_async_function_overlap(path):
         ValueError, match=r"reward.max_concurrent=2 needs an `async def`, and compute_score of .* is none"
     ):
         build_reward(RewardConfig.model_validate(fields))
-    with pytest.raises(ValueError, match=r"max_concurrent is for an `async def` of reward.custom_reward"):
+    with pytest.raises(ValueError, match=r"max_concurrent must be 1 without reward.custom_reward"):
         RewardConfig.model_validate({"max_concurrent": 2})
 
 
