@@ -77,8 +77,8 @@ def gap_to_model(model: Any, engine: ChildProcess, version: int) -> float:
     tokens = torch.tensor([PROMPT + sampled.tolist()])
     with torch.no_grad():
         log_probs = model(tokens).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
-    assert torch.equal(log_probs.argmax(-1), sampled)
     expected = log_probs.gather(-1, sampled[:, None])[:, 0]
+    assert (log_probs.amax(-1) - expected).max() < 1e-4  # the likeliest, or as likely to rounding
     return float((expected - part.log_probs).abs().max())
 
 
