@@ -171,7 +171,7 @@ class RewardConfig(StrictModel):
             )
         if self.max_concurrent > 1 and self.custom_reward_function.path is None:
             raise ValueError(
-                "reward.max_concurrent must be 1 without reward.custom_reward_function.path, whose `async def` "
-                f"it is for; got {self.max_concurrent}"
+                "reward.max_concurrent must be 1 without reward.custom_reward_function.path, whose "
+                f"`async def` it is for; got {self.max_concurrent}"
             )
         return self
