@@ -4,6 +4,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+from verl_rc.config.errors import ConfigError
 from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.config.load import run_with_config
 from verl_rc.config.paths import output_folders
@@ -22,16 +23,13 @@ def train(config: RunConfig) -> None:
 
 
 def _train(config: RunConfig) -> None:
-    if config.actor_rollout_ref.rollout.converses:
-        # It loads transformers, and is asked before Ray starts.
-        from verl_rc.rollout.conversation import require_template  # noqa: PLC0415
-
-        require_template(config)
     log("loading ray and torch, starting Ray …")
     with importing():
         # ray loads only once the configuration is valid
         from verl_rc.cluster.ray_session import RayStartError, start_ray_in_background  # noqa: PLC0415
 
+        if config.actor_rollout_ref.rollout.converses:
+            _check_chat_template(config)
         ray_started = start_ray_in_background(config.ray_kwargs.ray_init, config.num_processes)
         from verl_rc.checkpoint import CheckpointError  # noqa: PLC0415  (torch loads while Ray starts)
         from verl_rc.driver.train import main as run_training  # noqa: PLC0415  (as above)
@@ -41,6 +39,17 @@ def _train(config: RunConfig) -> None:
     except (CheckpointError, RayStartError) as error:  # a matter of the disk or the machine, not of the code
         sys.stderr.write(f"the run ended: {error}\n")
         raise SystemExit(1) from None
+
+
+def _check_chat_template(config: RunConfig) -> None:
+    """Raise ``ConfigError`` when the chat template cannot hold the run's conversations."""
+    from verl_rc.rollout.chat_template import check_chat_template  # noqa: PLC0415  (torch loads)
+
+    try:
+        for note in check_chat_template(config):
+            log("chat template: %s", note)
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from verl_rc.cli.subcommand import (
     Options,
@@ -16,6 +17,9 @@ from verl_rc.cli.subcommand import (
     write_lines,
     write_result,
 )
+
+if TYPE_CHECKING:
+    from verl_rc.config.run import RunConfig
 
 _GPU_FILE = Path("doctor_gpu.json")
 
@@ -73,14 +77,26 @@ def _explain(options: Options) -> None:
         measured = None if None in seconds else MeasuredStep(*seconds)
     except ValueError as error:
         raise user_error(str(error)) from None
+    lines = _conversations(config) if config.actor_rollout_ref.rollout.converses else []
     sys.stdout.write(plan_text(config, measured))
-    if config.actor_rollout_ref.rollout.converses and Path(config.actor_rollout_ref.model.path).is_dir():
-        from verl_rc.rollout.conversation import require_template
+    write_lines(lines)
 
-        try:
-            require_template(config)
-        except ValueError as error:
-            raise user_error(str(error)) from None
+
+def _conversations(config: "RunConfig") -> list[str]:
+    """What the chat template of a model that is here does with the run's conversations. Ends the process as a
+    run does, when it cannot hold them."""
+    path = config.actor_rollout_ref.model.path
+    if not Path(path).expanduser().is_dir():
+        return ["", "Chat template", f"  not tried: {path} is no folder here; verl-rc doctor tries it"]
+    quieten_libraries()
+    from verl_rc.rollout.chat_template import check_chat_template
+
+    try:
+        notes = check_chat_template(config)
+    except ValueError as error:
+        raise user_error(f"configuration error:\n{error}") from None
+    tried = "tried: it goes on behind the policy's turns with what answers them"
+    return ["", "Chat template", *(f"  {line}" for line in (tried, *notes))]
 
 
 def _doctor(options: Options) -> int:

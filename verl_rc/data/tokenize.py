@@ -1,9 +1,12 @@
 """Tokenizers and chat templates: encoding prompts, conversations, answers to turns, and training examples for
 SFT."""
 
+import json
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from verl_rc.data.episode import Opening
 from verl_rc.data.records import RecordFile, check_messages
 
 _REMOTE_CODE_PACKAGE = "transformers_modules"
+_SHOWN_CHARACTERS = 200
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -122,20 +126,10 @@ def encode_messages(
 ) -> list[int]:
     """Token ids of a whole conversation under the chat template.
 
-    Raises ``ValueError`` when the template cannot render it.
+    Raises ``ValueError`` when the template cannot render it, or leaves out a message that is not the
+    assistant's.
     """
-    try:
-        token_ids: list[int] = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tokenize=True,
-            return_dict=False,
-            **(template_arguments or {}),
-        )
-    except Exception as error:  # a template's code may raise any exception
-        raise ValueError(
-            f"the chat template must render {reprlib.repr(messages)}, but raised {type(error).__name__}: "
-            f"{error}. Change the messages, data.apply_chat_template_kwargs, or the tokenizer's template."
-        ) from error
+    token_ids = _tokenize(tokenizer, _render_whole(tokenizer, messages, template_arguments or {}))
     if not token_ids:
         raise ValueError(
             f"the chat template must render {reprlib.repr(messages)} to at least one token, but gives none."
@@ -143,18 +137,87 @@ def encode_messages(
     return token_ids
 
 
-# Texts of digits: every tokenizer has them, and no template writes these.
-_TURNS, _ANSWER = ("518306", "518307"), "729415"
+def _tokenize(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a rendered conversation, or of its end from a special token on."""
+    token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return token_ids
+
+
+def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> str:
+    """The chat template's text. Raises ``ValueError`` when the template raises."""
+    try:
+        text: str = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, **arguments
+        )
+    except Exception as error:  # a template's code may raise any exception
+        raise ValueError(
+            f"the chat template must render {reprlib.repr(messages)}, but raised {type(error).__name__}: "
+            f"{error}. Change the messages, data.apply_chat_template_kwargs, or the tokenizer's template."
+        ) from error
+    return text
+
+
+def _render_whole(tokenizer: Any, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> str:
+    """The chat template's text. Raises ``ValueError`` when it would be the same with another content of a
+    message; the assistant's own may be shortened (as thinking of earlier turns is)."""
+    text = _render(tokenizer, messages, arguments)
+    for index, message in enumerate(messages):
+        if message.get("role") == "assistant" or _first_lost([message], text) is None:
+            continue
+        # A template may rewrite a content (such as switches in a system message), as long as it reads it.
+        others = list(messages)
+        others[index] = {**message, "content": message["content"] + _PROBE}
+        if _render(tokenizer, others, arguments) == text:
+            raise ValueError(
+                f"the chat template must render every message of a prompt, but leaves out {message}. Drop "
+                "the message, write its text into one of another role, or change the tokenizer's chat "
+                "template."
+            )
+    return text
+
+
+def _first_lost(messages: Sequence[Mapping[str, Any]], text: str) -> Mapping[str, Any] | None:
+    """The first message whose content is not in ``text`` behind those of the messages before it; None: there
+    is none. Templates may drop spaces around a content, and write it as JSON."""
+    position = 0
+    for message in messages:
+        content = message.get("content")
+        if not isinstance(content, str):
+            continue
+        for form in _forms(content.strip()):
+            if (start := text.find(form, position)) >= 0:
+                position = start + len(form)
+                break
+        else:
+            return message
+    return None
+
+
+def _forms(content: str) -> Iterator[str]:
+    yield content
+    for ascii_only in (False, True):
+        yield json.dumps(content, ensure_ascii=ascii_only)[1:-1]
+
+
+_PROBE = "\n".join(f'  {number}: The "Answer" is <b>-{number}.5</b> & {{c}}, não\\' for number in range(20))
+"""A content that a template which shortens or rewrites contents does not leave as it is."""
+_QUESTION = ({"role": "user", "content": "x"},)
+_PAST_TURN = {"role": "assistant", "content": "y"}
+_TURNS = (
+    "first",
+    "<think>\nsecond\n</think>\n\nthird",
+    '<tool_call>\n{"name": "fourth", "arguments": {}}\n</tool_call>',
+)
+"""Texts of a turn with different ends, on which nothing that follows may depend."""
 
 
 class ContinuationEncoder:
-    """Encodes the messages after a turn of the assistant: the tokens between the end of the turn and the
-    start of its next turn.
+    """Encodes the messages after a turn of the assistant: the tokens between the stop token that ended it and
+    the start of its next turn.
 
     Only these tokens come from text. The conversation before them stays as token ids, because retokenised
-    text need not give the sampled tokens. They are found by rendering two conversations that differ in the
-    assistant's text alone: what follows the text is the same in both, and begins with the stop token that
-    ends the turn. So a template may render an earlier turn in another way than the last one, as Qwen3's does.
+    text need not give the sampled tokens. The template may render the turn itself in any way, also in another
+    one than if it were the last message: what follows is where renderings with different turns agree.
     """
 
     def __init__(
@@ -166,57 +229,93 @@ class ContinuationEncoder:
         """``stop_token_ids``: tokens that end a turn, besides EOS."""
         self._tokenizer = tokenizer
         self._arguments = {**(template_arguments or {}), "add_generation_prompt": True}
-        self._stops = {tokenizer.eos_token_id, *stop_token_ids}
-        self._answering: set[str] = set()
-        """Roles whose messages the template renders."""
+        texts = tokenizer.convert_ids_to_tokens([tokenizer.eos_token_id, *stop_token_ids])
+        self._stop_tokens = list(dict.fromkeys(text for text in texts if text))
+        self._before: Sequence[Mapping[str, Any]] = _QUESTION
+        self._tried: set[tuple[tuple[str, ...], ...]] = set()
 
-    def require_role(self, role: str) -> None:
-        """Raise ``ValueError`` unless the chat template renders an answer of ``role`` after the end of a turn
-        of the assistant, whatever the turn was."""
-        if role in self._answering:
-            return
-        answer = [{"role": role, "content": _ANSWER}]
-        if _ANSWER not in self._tokenizer.decode(self._after_the_turn(answer)):
-            raise ValueError(
-                "for several turns the chat template must end a turn of the assistant with a stop token "
-                f"({self._tokenizer.decode(sorted(self._stops))}) and render the answer of the role {role!r} "
-                f"behind it, but it makes {self._rendered(answer)!r} of the turn {_TURNS[0]!r} and the "
-                f"answer {_ANSWER!r}. Change the tokenizer's chat template or its stop tokens, or answer in "
-                "another role."
-            )
-        self._answering.add(role)
+    def behind(
+        self,
+        prompt: Sequence[Mapping[str, Any]],
+        replies: Iterable[Sequence[Mapping[str, Any]]],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> "ContinuationEncoder":
+        """The encoder behind a conversation: a ``prompt`` (empty: a question) with ``tools``, and a turn
+        before each of the ``replies``.
+
+        What a template writes may depend on them, such as a thinking mode that the system message sets.
+        """
+        other = copy(self)
+        other._before = [*(prompt or _QUESTION), *(m for reply in replies for m in (_PAST_TURN, *reply))]
+        if tools:
+            other._arguments = {**self._arguments, "tools": [dict(tool) for tool in tools]}
+        return other
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of messages that answer a turn, up to the start of the next turn.
+        """Token ids of messages that answer the turn, up to the start of the next turn.
 
-        Raises ``ValueError`` when the template cannot render them, or drops messages of their role.
+        Raises ``ValueError`` when they depend on the turn, or lack what a message says.
         """
-        for message in messages:
-            self.require_role(str(message["role"]))
-        return self._after_the_turn(messages)
+        kind = tuple((message["role"], *sorted(message)) for message in messages)
+        if kind not in self._tried:  # a short content could be in the template's own text by chance
+            probes = [{**message, "content": f"{index}{_PROBE}"} for index, message in enumerate(messages)]
+            self._following(probes)
+            self._tried.add(kind)
+        stop, text = self._following(messages)
+        # From a special token on, text is tokenised as it is within the conversation.
+        token_ids = _tokenize(self._tokenizer, stop + text)
+        return token_ids[token_ids.index(self._tokenizer.convert_tokens_to_ids(stop)) + 1 :]
 
-    def _after_the_turn(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        first, second = (self._render(turn, messages) for turn in _TURNS)
-        texts = [self._tokenizer.decode(token_ids) for token_ids in (first, second)]
-        if texts[0].count(_TURNS[0]) != 1 or texts[0].replace(*_TURNS) != texts[1]:
-            raise ValueError(
-                "for several turns the chat template must render a turn of the assistant once, and what "
-                f"follows it independently of its text, but it makes {texts[0]!r} of the turn {_TURNS[0]!r} "
-                f"and {texts[1]!r} of the turn {_TURNS[1]!r}. Change the tokenizer's chat template."
+    def require_roles(self, roles: Sequence[str]) -> None:
+        """Raise ``ValueError`` when a reply of messages of these ``roles`` could not be encoded."""
+        self.encode([{"role": role, "content": "x"} for role in roles])
+
+    def _following(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+        """The stop token at the end of the turn, and the text behind it."""
+        texts = [
+            _render(
+                self._tokenizer,
+                [*self._before, {"role": "assistant", "content": turn}, *messages],
+                self._arguments,
             )
-        # Equal from the end to the turn's text; tokens at its border may hold both.
-        pairs = zip(reversed(first), reversed(second), strict=False)
-        same = next(number for number, (one, other) in enumerate(pairs) if one != other)
-        following = first[len(first) - same :]
-        ends = (index for index, token_id in enumerate(following) if token_id in self._stops)
-        return following[next(ends, len(following)) + 1 :]
+            for turn in _TURNS
+        ]
+        shared = _shared_end(texts)
+        start, stop = min(
+            ((start, token) for token in self._stop_tokens if (start := shared.find(token)) >= 0),
+            default=(0, None),
+        )
+        if stop is None:
+            raise ValueError(
+                "for several turns the chat template must end an assistant's turn with the EOS token or "
+                f"another stop token ({', '.join(self._stop_tokens)}) and render what follows alike after "
+                f"every text of the turn, but it makes {_shown(texts[0])} of one and {_shown(texts[1])} of "
+                "another. Change the tokenizer's chat template, its EOS token, or eos_token_id in "
+                "generation_config.json."
+            )
+        following = shared[start + len(stop) :]
+        lost = _first_lost(messages, following)
+        if lost is not None or shared in texts or not following:
+            raise ValueError(
+                "for several turns the chat template must render a reply after the turns before it, with all "
+                f"that it says, but of a message of the role {(lost or messages[0])['role']!r} it makes "
+                f"{_shown(shared)}. Change the tokenizer's chat template, or let the environment answer in "
+                "another role."
+            )
+        return stop, following
 
-    def _render(self, turn: str, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": turn}]
-        return encode_messages(self._tokenizer, [*turns, *messages], self._arguments)
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        return str(self._tokenizer.decode(self._render(_TURNS[0], messages)))
+def _shared_end(texts: Sequence[str]) -> str:
+    """The longest end that all ``texts`` have."""
+    columns = zip(*(reversed(text) for text in texts), strict=False)
+    length = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+    return texts[0][len(texts[0]) - length :]
+
+
+def _shown(text: str) -> str:
+    """The end of a rendered conversation, for messages."""
+    text = text.replace(_PROBE, "…")
+    return repr(text if len(text) <= _SHOWN_CHARACTERS else "…" + text[-_SHOWN_CHARACTERS:])
 
 
 @dataclass(frozen=True)
@@ -259,13 +358,22 @@ def _encode(messages: list[dict[str, Any]], tokenizer: Any, max_length: int, loc
             "a worked example must have a question and end with an assistant message, got the roles "
             f"{[message['role'] for message in messages]} in {location}."
         )
-    prompt = encode_prompt(tokenizer, messages[:-1])
-    token_ids = encode_messages(tokenizer, messages)
+    prompt_text = _render_whole(tokenizer, messages[:-1], {"add_generation_prompt": True})
+    text = _render_whole(tokenizer, messages, {})
+    prompt, token_ids = _tokenize(tokenizer, prompt_text), _tokenize(tokenizer, text)
     if token_ids[: len(prompt)] != prompt or len(token_ids) == len(prompt):
         raise ValueError(
             "the chat template must render a conversation as its prompt followed by the answer, but in "
-            f"{location} the prompt is {tokenizer.decode(prompt)!r} and the conversation "
-            f"{tokenizer.decode(token_ids)!r}. Change the tokenizer's chat template."
+            f"{location} the prompt is {prompt_text!r} and the conversation {text!r}. Change the tokenizer's "
+            "chat template."
+        )
+    # A template may set thinking off by other spaces, and its tag may be the end of the prompt.
+    answer, whole = _without_spaces(messages[-1]["content"]), _without_spaces(text)
+    if whole.rfind(answer) + len(answer) <= len(_without_spaces(prompt_text)):
+        raise ValueError(
+            f"the chat template must render the whole answer, but in {location} it makes "
+            f"{text.removeprefix(prompt_text)!r} of {messages[-1]['content']!r}. Change the tokenizer's chat "
+            "template (such as one that cuts thinking off), or the answer."
         )
     if len(token_ids) > max_length:
         raise ValueError(
@@ -273,3 +381,7 @@ def _encode(messages: list[dict[str, Any]], tokenizer: Any, max_length: int, loc
             f"{location}. Raise the limit or remove the row."
         )
     return WorkedExample(prompt, token_ids[len(prompt) :])
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())

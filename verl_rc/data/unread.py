@@ -35,7 +35,7 @@ def refuse_unread(record: Mapping[str, Any], location: str, names: Collection[st
             raise ValueError(f"{name!r} in {location} is refused and must be empty: {UNREAD[name]}.")
 
 
-def unread_arguments(template: str | Mapping[str, str], arguments: Mapping[str, Any]) -> list[str]:
+def unread_arguments(template: str | Mapping[str, str], arguments: Collection[str]) -> list[str]:
     """The names of ``arguments`` that a chat template, or none of several, mentions."""
     text = template if isinstance(template, str) else "\n".join(template.values())
     return [name for name in arguments if not re.search(rf"\b{re.escape(name)}\b", text)]

@@ -205,7 +205,7 @@ def _with_environment(
     """The data's configuration with the arguments of the chat template, which with ``multi_turn`` describe
     tools, and what environments open episodes with.
 
-    Raises ``ValueError`` when the environment cannot be made.
+    Raises ``ValueError`` when the tools or the environment cannot be made.
     """
     rollout, data = config.actor_rollout_ref.rollout, config.data
     if not rollout.converses:

@@ -32,7 +32,7 @@ from verl_rc.preflight.machine import (
 )
 from verl_rc.preflight.memory import ModelShape, model_paths
 from verl_rc.rewards import RewardError, RewardSample, build_reward, score_on_timeout
-from verl_rc.rollout.conversation import require_template
+from verl_rc.rollout.chat_template import check_chat_template
 from verl_rc.workers.language_model import unsupported_model
 
 SAMPLED_PROMPTS = 1000
@@ -111,13 +111,12 @@ def check_tokenizer(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
         tokenizer = load_tokenizer(path, config.data.trust_remote_code)
         messages = [{"role": "user", "content": "1"}]
         token_ids = encode_prompt(tokenizer, messages, config.data.apply_chat_template_kwargs)
-        require_template(config)
     except (OSError, ValueError) as error:
         yield Finding(
             "failed",
             "tokenizer",
             _first_line(error),
-            "the model's folder must hold its tokenizer, with a chat template that takes the run's messages",
+            "the model's folder must hold its tokenizer, with a chat template that takes a message of a user",
             "take the instruction-tuned variant of the model",
         )
         return
@@ -132,6 +131,27 @@ def check_tokenizer(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
         f"the model must have an embedding for each of the {size} tokens; it has {vocabulary}",
         "take the tokenizer that belongs to the model",
     )
+
+
+def check_conversations(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
+    """Check that the chat template can go on behind the policy's turns, where tools or an environment answer
+    them."""
+    if inputs.tokenizer is None or not config.actor_rollout_ref.rollout.converses:
+        return
+    try:
+        notes = check_chat_template(config, inputs.tokenizer)
+    except (OSError, ValueError) as error:
+        yield Finding(
+            "failed",
+            "chat template",
+            _first_line(error),
+            "what tools or environment reply must reach the policy whole",
+            "do what it names, or take another model",
+        )
+        return
+    yield Finding("ok", "chat template", "goes on behind the policy's turns with what answers them")
+    for note in notes:
+        yield Finding("note", "chat template", note)
 
 
 def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
@@ -299,6 +319,7 @@ def examine(config: RunConfig) -> Iterator[Finding]:
     yield from check_folder(folder)
     yield from check_models(config, inputs)
     yield from check_tokenizer(config, inputs)
+    yield from check_conversations(config, inputs)
     yield from check_data(config, inputs)
     yield from check_reward(config, inputs)
     if set(inputs.shapes) == set(model_paths(config)):

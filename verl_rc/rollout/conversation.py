@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 
-from verl_rc.config.errors import ConfigError
-from verl_rc.config.run import RunConfig
-from verl_rc.data.episode import Episode, EpisodeKey, Exchange, Opening, Reply, Turn
+from verl_rc.data.episode import Episode, EpisodeKey, Exchange, Message, Opening, Reply, Turn
 from verl_rc.data.parts import Answer, Part, Sample, num_tokens, runs, token_ids
 from verl_rc.data.stop_tokens import stop_token_ids
 from verl_rc.data.tokenize import ContinuationEncoder, encode_opening, load_tokenizer
@@ -69,27 +67,6 @@ class AnsweredSample:
     """Whether the policy gets another turn."""
 
 
-def require_template(config: RunConfig) -> None:
-    """Raise ``ConfigError`` when the chat template cannot hold the run's conversations: an environment
-    answers as ``user``, a tool as ``tool``."""
-    rollout = config.actor_rollout_ref.rollout
-    if not rollout.converses:
-        return
-    try:
-        _require_answers(config)
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from error
-
-
-def _require_answers(config: RunConfig) -> None:
-    rollout = config.actor_rollout_ref.rollout
-    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.data.trust_remote_code)
-    arguments = template_arguments(rollout.multi_turn, config.data.apply_chat_template_kwargs)
-    stop_tokens = stop_token_ids(tokenizer, config.actor_rollout_ref.model.path)
-    encoder = ContinuationEncoder(tokenizer, arguments, stop_tokens)
-    encoder.require_role("tool" if rollout.environment.name is None else "user")
-
-
 class Conversations:
     """Sends turns to the environment and appends its replies to samples.
 
@@ -111,21 +88,21 @@ class Conversations:
         template_arguments: Mapping[str, Any],
         max_turns: int | None = None,
         host_timeout_seconds: float | None = None,
-        stop_tokens: Sequence[int] = (),
+        stop_token_ids: Sequence[int] = (),
     ) -> None:
         """``host_timeout_seconds``: limit of a host's answer, for hosts that an environment blocks.
-        ``stop_tokens``: ids of tokens that end a turn, besides EOS."""
+        ``stop_token_ids``: tokens that end a turn, besides EOS."""
         self._tokenizer = tokenizer
         self._hosts = hosts
         self._template_arguments = template_arguments
-        self._encoder = ContinuationEncoder(tokenizer, template_arguments, stop_tokens)
+        self._encoder = ContinuationEncoder(tokenizer, template_arguments, stop_token_ids)
         self._max_turns = max_turns
         self._host_timeout = host_timeout_seconds
         self._loop = EventLoop("conversations")
 
     @classmethod
     def from_options(cls, options: ConversationOptions) -> "Conversations":
-        """Build them with the tokenizer of ``options``. Raises ``ValueError`` also when tools or environment
+        """Build them with the tokenizer of ``options``. Raises ``ValueError`` when tools or environment
         cannot be made."""
         environment = options.rollout.environment
         timeout = None if environment.name is None else _HOST_TIMEOUT_FACTOR * environment.step_seconds
@@ -158,7 +135,7 @@ class Conversations:
         ]
         result = await self._step_with_retries(replace(request.episode, state=sample.state), history, turn)
         reply = result.reply
-        parts = self._parts_of_next_turn(sample, turn, reply, max_tokens)
+        parts = self._parts_of_next_turn(request.episode, sample, turn, reply, max_tokens)
         if parts is None and turn.stopped and not reply.ends:
             history.append(Exchange(turn, reply))
             last_turn = Turn(turn.number + 1, "", (), stopped=False)
@@ -173,7 +150,7 @@ class Conversations:
         return AnsweredSample(sample, continues=True)
 
     def _parts_of_next_turn(
-        self, sample: Sample, turn: Turn, reply: Reply, max_tokens: int
+        self, episode: Episode, sample: Sample, turn: Turn, reply: Reply, max_tokens: int
     ) -> list[Part | Answer] | None:
         """The response with the tokens of the reply; None: no turn follows."""
         if reply.ends or not turn.stopped or turn.number + 1 == self._max_turns:
@@ -181,7 +158,7 @@ class Conversations:
         opening = reply.opening
         try:
             tokens = (
-                self._encoder.encode(reply.messages)
+                self._encoder_behind(episode, sample.replies).encode(reply.messages)
                 if opening is None
                 else encode_opening(self._tokenizer, opening, self._template_arguments)
             )
@@ -191,6 +168,19 @@ class Conversations:
         parts = [*sample.parts, answer]
         # An engine samples at least one token after the reply.
         return parts if num_tokens(parts) < max_tokens else None
+
+    def _encoder_behind(self, episode: Episode, replies: Sequence[Reply]) -> ContinuationEncoder:
+        """The encoder of a reply behind the conversation so far."""
+        opening = episode.opening
+        messages: list[Sequence[Message]] = []
+        for reply in replies:
+            if reply.opening is not None:
+                opening, messages = reply.opening, []
+            else:
+                messages.append(reply.messages)
+        if opening is None:
+            return self._encoder.behind(episode.row.get("prompt", ()), messages)
+        return self._encoder.behind(opening.messages, messages, opening.tools)
 
     async def _step_with_retries(
         self, episode: Episode, history: Sequence[Exchange], turn: Turn

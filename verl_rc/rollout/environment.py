@@ -1,7 +1,7 @@
 """The protocol of an environment: messages in, messages and rewards out; its state can be written down."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,6 +59,14 @@ class Environment(ABC):
     def __repr__(self) -> str:
         """Its name in messages."""
         return type(self).__name__
+
+    def reply_roles(self) -> Sequence[Sequence[str]] | None:
+        """The roles of the messages of a reply, for each kind of reply: ``[["user"]]``.
+
+        The run refuses a chat template that cannot render them at its start. None: unknown, so a reply that
+        the template cannot render fails its episode.
+        """
+        return None
 
     async def state(self) -> bytes | None:
         """The state for ``restore``, with that of random generators; None: the turns are replayed."""

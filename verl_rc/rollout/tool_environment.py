@@ -151,12 +151,21 @@ class ToolEnvironment(Environment):
         messages = [{"role": "tool", "content": text} for text in answers]
         return Reply(messages, metrics={TOOL_CALLS: float(len(answers))})
 
+    def reply_roles(self) -> list[list[str]]:
+        """See ``Environment``."""
+        return tool_roles(self._toolbox.config)
+
     async def state(self) -> bytes:
         """Empty: tools have no state between calls."""
         return b""
 
     async def restore(self, row: Mapping[str, Any], seed: int, state: bytes) -> None:
         """See ``state``."""
+
+
+def tool_roles(config: MultiTurnConfig) -> list[list[str]]:
+    """The ``reply_roles`` of tools: one answer, and more in one reply where a turn may have several calls."""
+    return [["tool"] * calls for calls in range(1, min(config.max_parallel_calls, 2) + 1)]
 
 
 def template_arguments(config: MultiTurnConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -154,18 +154,12 @@ def test_everything_behind_the_end_token_belongs_to_the_answer(tokenizer_folder,
     assert assembled == encode_prompt(own, turns)
 
 
-EACH = "{% for m in messages %}"
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ messages[-1]['content'] }}", "render a turn of the assistant once"),
-        (EACH + "{{ m['content'] }}{{ messages[1]['content'] }}<|im_end|>{% endfor %}", "once"),
-        (EACH + "{{ m['content'] }}{% endfor %}", "with a stop token"),
-        (EACH + "{{ m['content'] }}{% endfor %}<|im_end|>", "the answer of the role 'tool'"),
-        ("{% for m in messages[:2] %}{{ m['content'] }}<|im_end|>{% endfor %}", "the answer of the role"),
-        (EACH + "{% if m['role'] != 'tool' %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}", "'tool'"),
+        ("{{ messages[-1]['content'] }}", "must end an assistant's turn with the EOS token"),
+        ("{{ messages|length }}<|im_end|>{{ messages[-1]['content'] }}", "after the turns before it"),
+        ("{% for m in messages[:2] %}{{ m['content'] }}<|im_end|>{% endfor %}", "after the turns before it"),
     ],
 )
 def test_templates_that_tools_cannot_use_are_refused(template, message, tokenizer_folder, tmp_path):
@@ -174,74 +168,6 @@ def test_templates_that_tools_cannot_use_are_refused(template, message, tokenize
     own = load_tokenizer(str(folder))
     with pytest.raises(ValueError, match=message):
         ContinuationEncoder(own).encode([tool("7")])
-
-
-LLAMA = (
-    EACH + "<|start|>{{ m.role if m.role != 'tool' else 'ipython' }}<|h|>\n\n"
-    "{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content | trim }}{% endif %}<|im_end|>"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant<|h|>\n\n{% endif %}"
-)
-QWEN2_5 = (
-    "{% if messages[0].role != 'system' %}<s>system\nA default.<|im_end|>\n{% endif %}"
-    + EACH
-    + "{% if m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}<s>user{% endif %}"
-    "<r>{{ m.content }}</r>"
-    "{% if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>\n{% endif %}"
-    "{% else %}<s>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
-)
-GEMMA = (
-    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('alternate') }}"
-    "{% endif %}<t>{{ 'model' if m.role == 'assistant' else m.role }}\n"
-    "{{ m.content | trim }}<|endoftext|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<t>model\n{% endif %}"
-)
-DEEPSEEK = (
-    EACH + "{% if m.role == 'user' %}<U>{{ m.content }}{% elif m.role == 'assistant' %}"
-    "<A>{{ m.content.split('</think>')[-1] }}<|im_end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<A><think>\n{% endif %}"
-)
-MISTRAL = (
-    EACH + "{% if m.role == 'user' %}[I]{{ m.content }}[/I]"
-    "{% elif m.role == 'assistant' %} {{ m.content }}<|im_end|>"
-    "{% else %}{{ raise_exception('tool calls need ids') }}{% endif %}{% endfor %}"
-)
-HARMONY = (
-    EACH + "<c>{{ m.role }}<m>{{ m.content }}{% if loop.last and not add_generation_prompt %}<|im_end|>"
-    "{% else %}<e>"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<c>assistant{% endif %}"
-)
-
-
-@pytest.mark.parametrize(
-    ("template", "role", "expected"),
-    [
-        (QWEN2_5, "user", "\n<s>user\n7<|im_end|>\n<s>assistant\n"),
-        (QWEN2_5, "tool", "\n<s>user<r>7</r><|im_end|>\n<s>assistant\n"),
-        (LLAMA, "user", "<|start|>user<|h|>\n\n7<|im_end|><|start|>assistant<|h|>\n\n"),
-        (LLAMA, "tool", '<|start|>ipython<|h|>\n\n"7"<|im_end|><|start|>assistant<|h|>\n\n'),
-        (GEMMA, "user", "\n<t>user\n7<|endoftext|>\n<t>model\n"),
-        (GEMMA, "tool", None),
-        (DEEPSEEK, "user", "<U>7<A><think>\n"),
-        (DEEPSEEK, "tool", None),
-        (MISTRAL, "user", "[I]7[/I]"),
-        (MISTRAL, "tool", None),
-        (HARMONY, "user", None),
-    ],
-)
-def test_rules_of_published_templates(template, role, expected, tokenizer_folder, tmp_path):
-    """Gemma ends a turn with another stop token than EOS; gpt-oss ends an earlier turn with none."""
-    folder = shutil.copytree(tokenizer_folder, tmp_path / "copy")
-    (folder / "chat_template.jinja").write_text(template)
-    own = load_tokenizer(str(folder))
-    encoder = ContinuationEncoder(own, stop_token_ids=[own.pad_token_id])
-    if expected is None:
-        with pytest.raises(ValueError, match="chat template must"):
-            encoder.require_role(role)
-    else:
-        assert text(own, encoder.encode([{"role": role, "content": "7"}])) == expected
 
 
 def conversation(*texts):

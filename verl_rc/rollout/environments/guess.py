@@ -50,6 +50,10 @@ class GuessNumber(Environment):
         hint = NO_NUMBER if guess is None else HIGH if guess > self._secret else LOW
         return Reply([{"role": "user", "content": hint}], reward=WRONG)
 
+    def reply_roles(self) -> list[list[str]]:
+        """See ``Environment``."""
+        return [["user"]]
+
     async def state(self) -> bytes:
         """See ``Environment``."""
         return json.dumps([self._secret, self._guesses]).encode()

@@ -35,6 +35,10 @@ class Gym(Environment):
         messages = [{"role": "user", "content": str(observation)}]
         return Reply(messages, float(reward), bool(terminated), bool(truncated), numbers)
 
+    def reply_roles(self) -> list[list[str]]:
+        """See ``Environment``."""
+        return [["user"]]
+
     async def close(self) -> None:
         """See ``Environment``."""
         self._game.close()

@@ -44,6 +44,10 @@ class Research(Environment):
         is_right = text == self._answer
         return Reply(reward=RIGHT if is_right else 0.0, done=True, metrics={"acc": float(is_right)})
 
+    def reply_roles(self) -> list[list[str]]:
+        """See ``Environment``."""
+        return [["tool"]]
+
 
 def reply(content: str, is_useful: bool) -> Reply:
     """The reply of the search or the calculator."""

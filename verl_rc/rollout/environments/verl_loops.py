@@ -4,7 +4,7 @@ import asyncio
 import json
 import math
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -19,7 +19,7 @@ from verl_rc.rollout.environments.verl_files import (
     load_tools,
     read_list,
 )
-from verl_rc.rollout.tool_environment import ToolCall, parse_hermes, truncate_text
+from verl_rc.rollout.tool_environment import ToolCall, parse_hermes, tool_roles, truncate_text
 
 _TOOLS, _SINGLE = "tool_agent", "single_turn_agent"
 """verl's names in the column ``agent_name``."""
@@ -66,6 +66,16 @@ class VerlLoops(Environment):
     def __repr__(self) -> str:
         """Its name in messages."""
         return repr(self._loop)
+
+    def reply_roles(self) -> list[Sequence[str]] | None:
+        """See ``Environment``."""
+        roles: list[Sequence[str]] = []
+        for loop in self._loops.values():
+            kinds = loop().reply_roles()
+            if kinds is None:
+                return None
+            roles += kinds
+        return roles
 
     def _select_loop(self, row: Mapping[str, Any]) -> Environment:
         name = row.get("agent_name") or self._default
@@ -135,6 +145,10 @@ class SingleTurn(Environment):
         """See ``Environment``."""
         return Reply(done=True)
 
+    def reply_roles(self) -> list[Sequence[str]]:
+        """See ``Environment``."""
+        return []
+
 
 @dataclass
 class AgentData:
@@ -167,6 +181,11 @@ class ToolLoop(Environment):
         self._interaction: Any = None
         self._interaction_kwargs: Mapping[str, Any] = {}
         self._has_started = False
+
+    def reply_roles(self) -> list[list[str]]:
+        """See ``Environment``."""
+        interactions = [["user"]] if self._interactions else []
+        return [*(tool_roles(self._limits) if self._tools else ()), *interactions]
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Opening | None:
         """See ``Environment``. Raises ``EpisodeFailedError`` when the row lacks its interaction."""
