@@ -23,13 +23,13 @@ def train(config: RunConfig) -> None:
 
 
 def _train(config: RunConfig) -> None:
-    log("loading ray and torch, starting Ray …")
     with importing():
         # ray loads only once the configuration is valid
         from verl_rc.cluster.ray_session import RayStartError, start_ray_in_background  # noqa: PLC0415
 
         if config.actor_rollout_ref.rollout.converses:
             _check_chat_template(config)
+        log("loading ray and torch, starting Ray …")
         ray_started = start_ray_in_background(config.ray_kwargs.ray_init, config.num_processes)
         from verl_rc.checkpoint import CheckpointError  # noqa: PLC0415  (torch loads while Ray starts)
         from verl_rc.driver.train import main as run_training  # noqa: PLC0415  (as above)
