@@ -76,7 +76,8 @@ def start_ray(config: RayInitConfig, processes: int) -> None:
     options: dict[str, Any] = dict(config.model_dump(exclude_none=True))
     address = options.pop("address", None)
     loopback_only = options.pop("loopback_only")
-    _listen_on_loopback(address in (None, "local") and loopback_only)
+    starts_here = address in (None, "local")
+    _listen_on_loopback(starts_here and loopback_only)
     runtime_env = {key: value for key, value in options.pop("runtime_env", {}).items() if value is not None}
     if (
         "env_vars" in runtime_env
@@ -84,7 +85,7 @@ def start_ray(config: RayInitConfig, processes: int) -> None:
         runtime_env["env_vars"] = {
             key: value for key, value in runtime_env["env_vars"].items() if value is not None
         }
-    if address not in (None, "local"):
+    if not starts_here:
         runtime_env["env_vars"] = {"PYTHONPATH": python_path(), **runtime_env.pop("env_vars", {})}
         _require_answer(address)
         _connect({"address": address, "runtime_env": runtime_env, "log_to_driver": True})
@@ -121,7 +122,7 @@ def _require_answer(address: str) -> None:
     hour."""
     try:
         host, port = _host_and_port(address)
-    except (ConnectionError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise _no_answer(address, error) from error
     deadline = time.monotonic() + _ANSWER_SECONDS
     while True:

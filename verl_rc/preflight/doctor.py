@@ -51,7 +51,7 @@ class Inputs:
     rows: list[PromptRow] = field(default_factory=list)
     """The first training prompts."""
     without_ground_truth: str | None = None
-    """The location of a row that lacks a ground truth; None: no row does."""
+    """The location of a row that lacks the ground truth that its built-in scorer needs; None: no row does."""
 
 
 def check_models(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
@@ -208,12 +208,13 @@ def _read_prompts(
     config: RunConfig, tokenizer: Any, files: Sequence[str]
 ) -> tuple[list[int], int, list[PromptRow], str | None]:
     """Lengths of ``SAMPLED_PROMPTS`` prompts in tokens, the number of all prompts, the first rows, and the
-    location of a row without a ground truth."""
+    location of a row that lacks the ground truth that its built-in scorer needs."""
     unlimited = {"max_prompt_length": sys.maxsize, "filter_overlong_prompts": False}
     dataset = PromptDataset(files, tokenizer, config.data.model_copy(update=unlimited))
     rows = [dataset[index] for index in evenly_spread(len(dataset), SAMPLED_PROMPTS)]
     lengths = [len(row.prompt_token_ids) for row in rows]
-    return lengths, len(dataset), rows[:SCORED_ROWS], dataset.without_ground_truth()
+    without = dataset.without_ground_truth() if config.reward.uses_built_in_scorers else None
+    return lengths, len(dataset), rows[:SCORED_ROWS], without
 
 
 def _length_finding(config: RunConfig, key: str, lengths: Sequence[int], total: int) -> Finding:
@@ -248,8 +249,7 @@ def check_reward(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
         RewardSample.from_row(row, answer) for row in inputs.rows for answer in (str(row.ground_truth), "")
     ]
     try:
-        if config.reward.uses_built_in_scorers:
-            require_ground_truths(inputs.without_ground_truth)
+        require_ground_truths(inputs.without_ground_truth)
         scores = _scores(config, samples)
     except (ConfigError, RewardError, ValueError) as error:
         yield Finding(

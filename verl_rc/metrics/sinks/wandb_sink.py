@@ -1,4 +1,4 @@
-"""The Weights & Biases sink, with tags from the configuration; offline without credentials."""
+"""The Weights & Biases sink, with tags from the configuration; offline without credentials or network."""
 
 import logging
 import os
@@ -17,6 +17,7 @@ from verl_rc.metrics.sinks.local import AlertCause, Cell, ExperimentSink, FinalR
 
 _LOG = logging.getLogger("verl_rc")
 _ANSWER_SECONDS = 10.0
+"""Time in which W&B's server, or the proxy before it, must accept a connection."""
 _LONGEST = 64
 """Characters of a tag that W&B accepts."""
 
@@ -102,7 +103,7 @@ class WandbSink(ExperimentSink):
         except wandb.errors.Error as error:
             raise ValueError(
                 f"trainer.logger: W&B must take the run, but: {error}. Set WANDB_MODE=offline and upload it "
-                f"later (wandb sync), or leave 'wandb' out."
+                "later (wandb sync), or leave 'wandb' out."
             ) from error
         self.run_id = str(self._run.id)
 
