@@ -5,6 +5,7 @@ modification, renewed every ``HEARTBEAT_SECONDS`` and always given by the file s
 clocks of hosts are never compared, nor are pids of another host.
 """
 
+import fcntl
 import json
 import logging
 import math
@@ -211,7 +212,8 @@ def _take(path: Path, key: str) -> bytes:
         seconds = _seconds_to_watch(path, found)
         if seconds == math.inf or not _stays(path, found, seconds):
             raise FolderTakenError(_taken(path.parent, _read(path) or found, key))
-        _set_aside(path, found)
+        if _take_over(path, found, content):
+            return content
 
 
 def _create(path: Path, content: bytes) -> bool:
@@ -282,18 +284,20 @@ def _stays(path: Path, found: _Found, seconds: float) -> bool:
     return True
 
 
-def _set_aside(path: Path, found: _Found) -> None:
-    """Remove the file of an owner that is gone. Of several starts at once one removes it; a file that another
-    start has put there meanwhile stays."""
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        os.rename(path, aside)
-    except FileNotFoundError:
-        return
-    if _read(aside) != found and not path.exists():
-        os.rename(aside, path)
-    else:
-        aside.unlink()
+def _take_over(path: Path, found: _Found, content: bytes) -> bool:
+    """Replace the file of an owner that is gone; False where it is no longer as it was found.
+
+    Of several starts at once the lock lets one look and replace at a time. It ends with the process.
+    """
+    new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    mode = "rb+" if os.access(path, os.W_OK) else "rb"  # NFS locks only what is open for writing
+    with suppress(FileNotFoundError), path.open(mode) as old:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(old, fcntl.LOCK_EX)
+        if _read(path) == found and _create(new, content):
+            os.replace(new, path)
+            return True
+    return False
 
 
 def _file_time(folder: Path) -> float:

@@ -129,7 +129,7 @@ def test_a_later_process_with_the_same_pid_owns_nothing(tmp_path: Path, waits: l
 def test_of_starts_at_once_one_wins(tmp_path: Path, before: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_owner, "WATCH_SECONDS", 0.01)
     num_starts = 5
-    for attempt in range(10):
+    for attempt in range(25):
         folder = tmp_path / str(attempt)
         if before == "a dead owner":
             put_owner(folder, started=1)
