@@ -13,13 +13,18 @@ from verl_rc.metrics.sinks.local import AlertCause, Cell, ConsoleSink, Experimen
 class Tracker:
     """Forwards every call to all sinks."""
 
-    def __init__(self, sinks: Sequence[MetricSink], experiment: ExperimentSink | None = None) -> None:
+    def __init__(
+        self,
+        sinks: Sequence[MetricSink],
+        experiment: ExperimentSink | None = None,
+        run_id: str | None = None,
+    ) -> None:
         """``experiment``: a further sink, which ``close_files`` keeps open for the report; None without
-        one."""
+        one. ``run_id``: of an earlier life of the run, for a later one."""
         self._sinks = (*sinks, *(() if experiment is None else (experiment,)))
         self.experiment = experiment
-        self.run_id = None if experiment is None else experiment.run_id
-        """The W&B run id, stored in checkpoints; None without W&B."""
+        self.run_id = run_id if experiment is None else experiment.run_id
+        """The W&B run id, stored in checkpoints; None in a run that had no W&B yet."""
         self.last_alert: int | None = None
         """The step of the newest alert of this process."""
 
@@ -78,7 +83,7 @@ def open_tracker(
         sinks.append(_open_tensorboard(run_dir, steps_done))
     sinks.append(JsonlSink(run_dir, steps_done))
     if "wandb" not in trainer.logger:
-        return Tracker(sinks)
+        return Tracker(sinks, run_id=run_id)
     # Importing wandb takes seconds and writes to the home folder: only for those who asked for it.
     from verl_rc.metrics.sinks.wandb_sink import WandbSink  # noqa: PLC0415
 

@@ -82,6 +82,12 @@ def test_json_lines_are_written_once_whether_they_are_named_or_not(loggers, tmp_
     assert tracker.run_id is None
 
 
+def test_a_life_without_wandb_keeps_the_run_id_for_the_next_one(tmp_path):
+    tracker = open_tracker(TrainerConfig(logger=[]), tmp_path, {}, total_steps=2, run_id="abc")
+    tracker.close()
+    assert tracker.run_id == "abc"
+
+
 def test_tensorboard_that_is_not_installed_is_explained(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.delitem(sys.modules, "verl_rc.metrics.sinks.tensorboard_sink", raising=False)
