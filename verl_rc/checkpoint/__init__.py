@@ -1,6 +1,13 @@
 """Checkpoints of a run: complete ones only, which any number of ranks can resume exactly."""
 
-from verl_rc.checkpoint.run_state import LengthTotals, RunState, SavedRun, SupplyState, check_same_model
+from verl_rc.checkpoint.run_state import (
+    LengthTotals,
+    RunState,
+    SavedRun,
+    SupplyState,
+    check_settings,
+    state_under,
+)
 from verl_rc.checkpoint.shard_folder import load_full_state_dict, shards_problem
 from verl_rc.checkpoint.shards import (
     BackgroundWriter,
@@ -23,7 +30,7 @@ __all__ = [
     "RunState",
     "SavedRun",
     "SupplyState",
-    "check_same_model",
+    "check_settings",
     "collect_shards",
     "get_random_state",
     "load_full_state_dict",
@@ -32,5 +39,6 @@ __all__ = [
     "schedule_state",
     "set_random_state",
     "shards_problem",
+    "state_under",
     "write_shards",
 ]

@@ -1,7 +1,7 @@
 """The driver's part of a checkpoint, and the settings that a resumed run must not change."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from verl_rc import __version__
 from verl_rc.checkpoint.checksums import FileSum, require_whole, write_checksums
 from verl_rc.checkpoint.saved_files import read_json, read_tensors
 from verl_rc.checkpoint.store import CheckpointError
-from verl_rc.config.schema import leaves_of
 from verl_rc.health.guards import FailedGroups, RewardHistory
 from verl_rc.health.ranges import HealthHistory
 from verl_rc.ppo.admission import AdmissionState
@@ -87,8 +86,55 @@ FIXED_KEYS = (
 """Settings that decide which prompts and samples come next, or what the saved adapters mean.
 
 Everything else may change when a run is resumed: learning rates, losses, corrections, lengths, ranks,
-engines, loggers, and paths (models and data may move; the loader itself refuses data of another length).
+engines, loggers, and paths (models and data may move; the prompt stream itself refuses other prompts).
 """
+
+_DISTRIBUTION = tuple(
+    f"actor_rollout_ref.rollout.{name}" for name in ("temperature", "top_p", "top_k", "min_p")
+)
+"""Settings that the log-probs of sampled tokens depend on."""
+
+OPEN_GROUP_KEYS = (
+    *_DISTRIBUTION,
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay",
+    "actor_rollout_ref.rollout.multi_turn.enable",
+    "actor_rollout_ref.rollout.multi_turn.tools",
+    "actor_rollout_ref.rollout.multi_turn.format",
+    "actor_rollout_ref.rollout.environment.name",
+    "actor_rollout_ref.rollout.environment.arguments",
+    "actor_rollout_ref.rollout.environment.choices",
+    "actor_rollout_ref.rollout.environment.reward",
+    "actor_rollout_ref.exact",
+)
+"""Settings that decide what the tokens, episodes and log-probs of groups mean that were sampled ahead; they
+may change once no such group is open."""
+
+_MEASURED_UNDER: Mapping[tuple[str, ...], tuple[str, ...]] = {
+    ("rollout_gap_limit", "canary_gap_limit", "health"): (
+        *_DISTRIBUTION,
+        "actor_rollout_ref.rollout.dtype",
+        "actor_rollout_ref.rollout.quantization",
+        "actor_rollout_ref.rollout.kv_cache_dtype",
+        "actor_rollout_ref.actor.fsdp_config.dtype",
+        "actor_rollout_ref.model.head_dtype",
+        "actor_rollout_ref.exact",
+        "trainer.device",
+    ),
+    ("rewards",): (
+        "reward.custom_reward_function",
+        "reward.reward_model",
+        "reward.reward_kwargs",
+        "reward.failure_score",
+        "actor_rollout_ref.rollout.environment",
+    ),
+    ("control.kl_coef",): ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"),
+    ("control.rejection_threshold",): (
+        "algorithm.rollout_correction.rollout_rs",
+        "algorithm.rollout_correction.rollout_rs_threshold",
+    ),
+}
+"""Fields of ``RunState`` that begin anew when a resumed run changes one of the settings that they were
+measured or adapted under."""
 
 
 @dataclass
@@ -221,20 +267,69 @@ def _in_one_line(error: ValueError) -> str:
     )
 
 
-def check_same_model(saved_config: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Refuse to resume with settings that would change the model or the order of its data.
+def check_settings(saved: SavedRun, config: Mapping[str, Any]) -> None:
+    """Refuse to resume with settings under which the saved state means something else.
 
-    Both are resolved configurations as plain trees; keys that one of them lacks are not compared. Raises
-    ``CheckpointError`` naming every key of ``FIXED_KEYS`` that differs.
+    ``config``: resolved, as a plain tree; keys that it or the saved one lacks are not compared. Raises
+    ``CheckpointError`` naming every key of ``FIXED_KEYS`` that differs, or of ``OPEN_GROUP_KEYS`` when groups
+    are open.
     """
-    saved, current = dict(leaves_of(saved_config)), dict(leaves_of(config))
-    differences = [
-        f"{key} was {saved[key]!r}, now it is {current[key]!r}"
-        for key in FIXED_KEYS
-        if key in saved and key in current and saved[key] != current[key]
-    ]
-    if differences:
+    if differences := _differences(saved.config, config, FIXED_KEYS):
         raise CheckpointError(
             "a resumed run must keep the settings that its checkpoint was trained with: "
             f"{'; '.join(differences)}. Restore them, or start anew with trainer.resume_mode=disable."
         )
+    supply = saved.state.supply
+    if supply is None or not supply.num_groups:
+        return
+    if differences := _differences(saved.config, config, OPEN_GROUP_KEYS):
+        raise CheckpointError(
+            f"the checkpoint holds {supply.num_groups} groups that were sampled ahead under other settings: "
+            f"{'; '.join(differences)}. Restore them, or start anew with trainer.resume_mode=disable."
+        )
+
+
+def state_under(saved: SavedRun, config: Mapping[str, Any]) -> tuple[RunState, list[str]]:
+    """The saved state for a run with this ``config``, and a sentence for each change that makes a part of it
+    begin anew (``_MEASURED_UNDER``)."""
+    state, messages = replace(saved.state), []
+    for names, keys in _MEASURED_UNDER.items():
+        differences = _differences(saved.config, config, keys)
+        forgotten = [name for name in names if _begin_anew(state, name)] if differences else []
+        if forgotten:
+            messages.append(f"{', '.join(forgotten)} as in a new run, because {'; '.join(differences)}")
+    return state, messages
+
+
+def _begin_anew(state: RunState, name: str) -> bool:
+    """Set a field of ``state`` to that of a new run; whether it was another."""
+    outer, _, inner = name.partition(".")
+    value, initial = getattr(state, outer), getattr(RunState(), outer)
+    if inner:
+        initial = replace(value, **{inner: getattr(initial, inner)})
+    setattr(state, outer, initial)
+    return bool(value != initial)
+
+
+_ABSENT = object()
+
+
+def _differences(saved: Mapping[str, Any], config: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+    """How the values of ``keys`` differ, in words; not those that one of the trees lacks."""
+    pairs = [(key, _value_or_absent(saved, key), _value_or_absent(config, key)) for key in keys]
+    return [words for pair in pairs if _ABSENT not in pair for words in _in_words(*pair)]
+
+
+def _in_words(key: str, before: Any, now: Any) -> Iterator[str]:
+    """The differences below a key, in words."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping) and before.keys() == now.keys():
+        for name in before:
+            yield from _in_words(f"{key}.{name}", before[name], now[name])
+    elif before != now:
+        yield f"{key} was {before!r}, now it is {now!r}"
+
+
+def _value_or_absent(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        tree = tree.get(part, _ABSENT) if isinstance(tree, Mapping) else _ABSENT
+    return tree

@@ -3,7 +3,9 @@ batches."""
 
 import bisect
 import itertools
+import json
 import random
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,12 +27,16 @@ class EpochBatches(Sampler[list[int]]):
     with its last batch.
     """
 
-    def __init__(self, num_rows: int, batch_size: int, seed: int, shuffle: bool) -> None:
-        """``num_rows`` is at least ``batch_size``; ``shuffle=False`` keeps the order of the rows."""
+    def __init__(
+        self, num_rows: int, batch_size: int, seed: int, shuffle: bool, fingerprint: int = 0
+    ) -> None:
+        """``num_rows`` is at least ``batch_size``; ``shuffle=False`` keeps the order of the rows.
+        ``fingerprint``: of the rows."""
         self._num_rows = num_rows
         self._batch_size = batch_size
         self._seed = seed
         self._shuffle = shuffle
+        self._fingerprint = fingerprint
         self.epoch = 0
         """Epoch of the next batch, from 0."""
         self.position = 0
@@ -64,8 +70,9 @@ class EpochBatches(Sampler[list[int]]):
         if saved != identity:
             raise ValueError(
                 f"a resumed run must read the data it was started with: the saved state has {saved}, now it "
-                f"is {identity}. Restore data.train_files, data.train_weights, data.train_batch_size, "
-                "data.shuffle and data.seed, or start a new run."
+                f"is {identity}. Restore data.train_files, data.train_weights, data.custom_cls, "
+                "data.prompt_key, data.train_batch_size, data.shuffle, data.seed and the filters, or "
+                "start a new run with trainer.resume_mode=disable."
             )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
@@ -75,6 +82,7 @@ class EpochBatches(Sampler[list[int]]):
             "batch_size": self._batch_size,
             "seed": self._seed,
             "shuffle": self._shuffle,
+            "fingerprint": self._fingerprint,
         }
 
     def _order(self, epoch: int) -> list[int]:
@@ -98,14 +106,20 @@ class MixedBatches(EpochBatches):
     """
 
     def __init__(
-        self, file_sizes: Sequence[int], weights: Sequence[float], batch_size: int, seed: int, shuffle: bool
+        self,
+        file_sizes: Sequence[int],
+        weights: Sequence[float],
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
+        fingerprint: int = 0,
     ) -> None:
         """``file_sizes``: rows of each file, in the order of concatenation; ``weights``: their shares, in any
         unit.
 
         ``shuffle=False`` keeps the order of each file's rows. Raises ``ValueError`` when a file has no row.
         """
-        super().__init__(sum(file_sizes), batch_size, seed, shuffle)
+        super().__init__(sum(file_sizes), batch_size, seed, shuffle, fingerprint)
         if min(file_sizes) < 1:
             raise ValueError(
                 "every file with a weight in data.train_weights must have at least one row left after "
@@ -286,6 +300,18 @@ class PromptDataset(Dataset[PromptRow]):
         ends = [bisect.bisect_left(self._row_indices, end) for end in self._ends]
         return [end - start for start, end in itertools.pairwise([0, *ends])]
 
+    def fingerprint(self) -> int:
+        """A number that other prompts, or these in another order, do not give: of 64 prompts of the files, or
+        of the name of ``data.custom_cls``, whose rows may be drawn anew."""
+        if self._config.custom_cls.name is not None:
+            return zlib.crc32(self._config.custom_cls.name.encode())
+        crc, key = 0, self._config.prompt_key
+        for index in evenly_spread(len(self), 64):
+            record, location = self._record(self._row_indices[index])
+            messages = check_messages(record[key], key, location)
+            crc = zlib.crc32(json.dumps(messages, sort_keys=True, default=str).encode(), crc)
+        return crc
+
     def data_sources(self) -> dict[str, str]:
         """Every data source with the location of its first prompt."""
         sources = [source for file in self._files for source in file.column("data_source")]
@@ -449,11 +475,10 @@ def build_train_loader(config: DataConfig, tokenizer: Any) -> PromptLoader:
 
 
 def _batches(dataset: PromptDataset, config: DataConfig) -> EpochBatches:
+    order = config.gen_batch_size, config.seed, config.shuffle, dataset.fingerprint()
     if config.train_weights is None:
-        return EpochBatches(len(dataset), config.gen_batch_size, config.seed, config.shuffle)
-    return MixedBatches(
-        dataset.file_sizes(), config.train_weights, config.gen_batch_size, config.seed, config.shuffle
-    )
+        return EpochBatches(len(dataset), *order)
+    return MixedBatches(dataset.file_sizes(), config.train_weights, *order)
 
 
 def build_validation_rows(config: DataConfig, tokenizer: Any) -> list[PromptRow]:

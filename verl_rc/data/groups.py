@@ -4,11 +4,13 @@ A part is what one request sampled under one version of the weights. After an en
 of the weights, a lost engine or a resumed run, a sample continues from its tokens so far.
 """
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -175,8 +177,8 @@ def pack(groups: Sequence[Group]) -> dict[str, Any]:
 def unpack(packed: dict[str, Any], row_of: Callable[[int], PromptRow]) -> list[Group]:
     """The groups of ``pack``, in order. ``row_of`` returns the prompt of a row's index.
 
-    Raises ``ValueError`` when tokens are left over or missing, or a group with scores has a sample that has
-    not ended.
+    Raises ``ValueError`` when tokens are left over or missing, a group with scores has a sample that has not
+    ended, or a prompt has other tokens now.
     """
     turns = [turn for plain in packed["groups"] for sample in plain["samples"] for turn in sample["turns"]]
     lengths = [length for length, version, *_ in turns if version is not None]
@@ -210,6 +212,7 @@ def _plain_group(group: Group) -> dict[str, Any]:
     return {
         "number": group.number,
         "row_index": group.row.row_index,
+        "prompt_crc": _crc(group.row.prompt_token_ids),
         "opening": None
         if group.row.opening is None
         else (group.row.prompt_token_ids, asdict(group.row.opening)),
@@ -240,10 +243,21 @@ def _plain_sample(sample: GroupSample) -> dict[str, Any]:
     }
 
 
+def _crc(prompt_token_ids: Sequence[int]) -> int:
+    return zlib.crc32(np.asarray(prompt_token_ids, dtype=np.int64).tobytes())
+
+
 def _group(plain: dict[str, Any], row: PromptRow, turn: Callable[..., Part | Answer]) -> Group:
     if plain["opening"] is not None:
         prompt_token_ids, opening = plain["opening"]
         row = replace(row, prompt_token_ids=prompt_token_ids, opening=Opening(**opening))
+    if plain["prompt_crc"] != _crc(row.prompt_token_ids):
+        raise ValueError(
+            "a resumed run must give its prompts the tokens that were sampled from, but those of row "
+            f"{plain['row_index']}, which the checkpoint was sampling, are others now. Restore the data, "
+            "data.prompt_key, data.max_prompt_length, data.truncation, data.apply_chat_template_kwargs and "
+            "the tokenizer, or start a new run with trainer.resume_mode=disable."
+        )
     samples = [
         GroupSample(
             plain["number"],

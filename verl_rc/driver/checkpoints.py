@@ -10,8 +10,9 @@ from verl_rc.checkpoint import (
     CheckpointStore,
     RunState,
     SavedRun,
-    check_same_model,
+    check_settings,
     shards_problem,
+    state_under,
 )
 from verl_rc.cluster.model_groups import ActorGroup, CriticGroup
 from verl_rc.cluster.remote import wait_for_all
@@ -43,7 +44,14 @@ def choose(config: RunConfig, run_folder: Path) -> tuple[CheckpointStore, Path |
         if folder is None:
             return store, None, RunState()
         saved = SavedRun.load(folder)
-        check_same_model(saved.config, config.model_dump(mode="json"))
+        settings = public_values(config)
+        check_settings(saved, settings)
+        if config.needs_critic and not _has_critic(folder):
+            raise CheckpointError(
+                f"{folder} holds no critic, and algorithm.adv_estimator={config.algorithm.adv_estimator} "
+                "trains one; resume with an estimator that needs none, or start anew with "
+                "trainer.resume_mode=disable."
+            )
         supply = saved.state.supply
         if supply is not None and supply.num_groups and config.async_training.is_synchronous:
             raise CheckpointError(
@@ -54,7 +62,10 @@ def choose(config: RunConfig, run_folder: Path) -> tuple[CheckpointStore, Path |
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     log("going on from %s: %d steps are done", folder, saved.state.step)
-    return store, folder, saved.state
+    state, changes = state_under(saved, settings)
+    for change in changes:
+        log("%s", change)
+    return store, folder, state
 
 
 def _problem(folder: Path, needs_critic: bool) -> str | None:
@@ -66,9 +77,13 @@ def _problem(folder: Path, needs_critic: bool) -> str | None:
         except CheckpointError as error:
             return str(error)
         problem = shards_problem(folder / "actor")
-        if problem is None and needs_critic:
+        if problem is None and needs_critic and _has_critic(folder):
             problem = shards_problem(folder / "critic")
         return problem
+
+
+def _has_critic(folder: Path) -> bool:
+    return (folder / "critic").is_dir()
 
 
 def write(services: Services, state: RunState, record: StepRecord) -> None:

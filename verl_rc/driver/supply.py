@@ -24,6 +24,7 @@ from verl_rc.driver.supply_progress import (
     ages_to_come,
     require_ages,
     require_room,
+    require_samples,
 )
 from verl_rc.driver.weights import Publisher, pause_metrics
 from verl_rc.ppo.admission import Admission, OpenGroup, ReplayRule, next_batch
@@ -55,8 +56,8 @@ class Supply:
     def __init__(self, services: Services, state: RunState, publisher: Publisher) -> None:
         """Go on from ``state.supply``; ``admit`` hands over what it held unfinished.
 
-        Raises ``ConfigError`` when the data lack a prompt of the checkpoint, or ``data.max_response_length``
-        leaves a response that is still sampled no room.
+        Raises ``ConfigError`` when the data lack a prompt of the checkpoint, its groups have another number
+        of samples, or ``data.max_response_length`` leaves a response that is still sampled no room.
         """
         config = services.config
         options = config.async_training
@@ -72,6 +73,7 @@ class Supply:
             config.data.gen_batch_size if self._draws_batches else None,
         )
         self._progress = SupplyProgress.resumed(admission, services.prompts, state.supply)
+        require_samples(self._progress.groups.values(), self._samples_of_group)
         require_room(
             self._progress.groups.values(),
             config.data.max_response_length,
@@ -111,6 +113,11 @@ class Supply:
     def _draws_batches(self) -> bool:
         """Whether dynamic sampling draws whole batches of ``data.gen_batch_size`` prompts, as verl does."""
         return self._options.is_synchronous and self._services.config.algorithm.filter_groups.enable
+
+    @property
+    def _samples_of_group(self) -> int:
+        config = self._services.config
+        return config.actor_rollout_ref.rollout.n + config.algorithm.estimator_reads("reward_baselines")
 
     def admit(self, record: StepRecord) -> None:
         """Hand the next prompts to engines that sample while the trainer works; other engines get them when
@@ -266,11 +273,11 @@ class Supply:
         return self._progress.drawn.popleft()
 
     def _new_group(self, number: int, epoch: int, row: PromptRow, attempt: int = 0) -> Group:
-        config = self._services.config
         version = self._progress.admission.published
-        greedy = config.algorithm.estimator_reads("reward_baselines")
-        count = config.actor_rollout_ref.rollout.n + greedy
-        samples = [GroupSample(number, index, row.prompt_token_ids, Sample(index)) for index in range(count)]
+        samples = [
+            GroupSample(number, index, row.prompt_token_ids, Sample(index))
+            for index in range(self._samples_of_group)
+        ]
         step = version + 1 if self._options.is_synchronous else number // self._rule.batch + 1
         return Group(number, row, epoch, step, version, samples, attempt=attempt)
 

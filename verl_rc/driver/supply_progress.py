@@ -181,6 +181,18 @@ def require_room(groups: Iterable[Group], limit: int, converses: bool) -> None:
         )
 
 
+def require_samples(groups: Iterable[Group], count: int) -> None:
+    """Raise ``ConfigError`` naming a group of the checkpoint without ``count`` samples."""
+    wrong = next((group for group in groups if len(group.samples) != count), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"the groups that the checkpoint holds must have the {count} samples that "
+            f"algorithm.adv_estimator reads, but group {wrong.number} was sampled ahead with "
+            f"{len(wrong.samples)}: remax has a greedy one. Restore the estimator, or start anew with "
+            "trainer.resume_mode=disable."
+        )
+
+
 def require_ages(ages: Sequence[int], groups: Sequence[Group], oldest: int) -> None:
     """Raise ``RuntimeError`` naming groups that are older than ``oldest`` steps, or from the future."""
     wrong = [(group.number, age) for group, age in zip(groups, ages, strict=True) if not 0 <= age <= oldest]

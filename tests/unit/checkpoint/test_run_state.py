@@ -6,9 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import small_run_config
 
-from verl_rc.checkpoint.run_state import LengthTotals, RunState, SavedRun, SupplyState, check_same_model
+from verl_rc.checkpoint import run_state
+from verl_rc.checkpoint.run_state import (
+    FIXED_KEYS,
+    OPEN_GROUP_KEYS,
+    LengthTotals,
+    RunState,
+    SavedRun,
+    SupplyState,
+    check_settings,
+    state_under,
+)
 from verl_rc.checkpoint.store import CheckpointError
+from verl_rc.config.schema import public_values
 from verl_rc.data.dataset import EpochBatches
 from verl_rc.health.guards import FailedGroups, RewardHistory, StepScores
 from verl_rc.health.ranges import CauseEpisode, CauseHistory, HealthHistory
@@ -167,14 +179,18 @@ def test_no_such_folder(tmp_path: Path) -> None:
         SavedRun.load(tmp_path / "nowhere")
 
 
-def changed(key: str, value: Any) -> dict[str, Any]:
-    tree: dict[str, Any] = json.loads(json.dumps(CONFIG))
+def changed(key: str, value: Any, config: dict[str, Any] = CONFIG) -> dict[str, Any]:
+    tree: dict[str, Any] = json.loads(json.dumps(config))
     section = tree
     *path, leaf = key.split(".")
     for part in path:
         section = section[part]
     section[leaf] = value
     return tree
+
+
+def saved_run(state: RunState | None = None, config: dict[str, Any] = CONFIG) -> SavedRun:
+    return SavedRun(state or RunState(), config, 2)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +208,7 @@ def changed(key: str, value: Any) -> dict[str, Any]:
 )
 def test_what_may_not_change(key: str, saved: Any, given: Any) -> None:
     with pytest.raises(CheckpointError) as caught:
-        check_same_model(CONFIG, changed(key, given))
+        check_settings(saved_run(), changed(key, given))
     assert f"{key} was {saved!r}, now it is {given!r}" in str(caught.value)
     assert "trainer.resume_mode=disable" in str(caught.value)
 
@@ -209,7 +225,7 @@ def test_what_may_not_change(key: str, saved: Any, given: Any) -> None:
     ],
 )
 def test_what_may_change(key: str, given: Any) -> None:
-    check_same_model(CONFIG, changed(key, given))
+    check_settings(saved_run(RunState(supply=SUPPLY)), changed(key, given))
 
 
 def test_all_differences_are_named_at_once() -> None:
@@ -218,11 +234,80 @@ def test_all_differences_are_named_at_once() -> None:
     with pytest.raises(
         CheckpointError, match=r"data\.seed was 1, now it is 2; trainer\.seed was 1, now it is 2"
     ):
-        check_same_model(CONFIG, config)
+        check_settings(saved_run(), config)
 
 
 def test_keys_that_one_side_does_not_know_are_not_compared() -> None:
     without = changed("data.seed", 1)
     del without["actor_rollout_ref"]["model"], without["data"]["seed"]
-    check_same_model(CONFIG, without)
-    check_same_model(without, CONFIG)
+    check_settings(saved_run(), without)
+    check_settings(saved_run(config=without), CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [
+        ("actor_rollout_ref.rollout.temperature", 0.6),
+        ("actor_rollout_ref.rollout.top_p", 0.9),
+        ("actor_rollout_ref.rollout.environment.arguments", {"difficulty": 3}),
+        ("actor_rollout_ref.rollout.environment.name", "my_module:Game"),
+        ("actor_rollout_ref.exact", True),
+    ],
+)
+def test_what_may_not_change_while_groups_are_open(key: str, given: Any) -> None:
+    config = public_values(small_run_config(Path("/models/here")))
+    groups = {"groups": [{}, {}], "token_ids": torch.zeros(0)}
+    open_groups = RunState(supply=dataclasses.replace(SUPPLY, groups=groups))
+    other = changed(key, given, config)
+    with pytest.raises(
+        CheckpointError, match=rf"holds 2 groups that were sampled ahead .*: {key} was .*, now"
+    ):
+        check_settings(saved_run(open_groups, config), other)
+    check_settings(saved_run(open_groups, config), config)
+    check_settings(saved_run(RunState(supply=SUPPLY), config), other)
+    check_settings(saved_run(config=config), other)
+
+
+MEASURED = after_five_batches().state
+GAP = {"rollout_gap_limit": None, "canary_gap_limit": None, "health": HealthHistory()}
+CONTROL = MEASURED.control
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "begins_anew"),
+    [
+        ("actor_rollout_ref.rollout.quantization", "fp8_per_channel", GAP),
+        ("actor_rollout_ref.actor.fsdp_config.dtype", "bfloat16", GAP),
+        ("actor_rollout_ref.rollout.temperature", 0.6, GAP),
+        ("reward.custom_reward_function.path", "mine.py", {"rewards": RewardHistory()}),
+        ("reward.custom_reward_function.reward_kwargs", {"bonus": 1}, {"rewards": RewardHistory()}),
+        ("algorithm.kl_ctrl.kl_coef", 0.5, {"control": dataclasses.replace(CONTROL, kl_coef=None)}),
+        (
+            "algorithm.rollout_correction.rollout_rs_threshold",
+            3.0,
+            {"control": dataclasses.replace(CONTROL, rejection_threshold=None)},
+        ),
+        ("actor_rollout_ref.actor.optim.lr", 1e-6, {}),
+        ("reward.num_workers", 3, {}),
+        ("data.dataloader_num_workers", 3, {}),
+    ],
+)
+def test_what_was_measured_under_another_setting_begins_anew(
+    key: str, given: Any, begins_anew: dict[str, Any]
+) -> None:
+    config = public_values(small_run_config(Path("/models/here")))
+    state, messages = state_under(saved_run(MEASURED, config), changed(key, given, config))
+    assert state == dataclasses.replace(MEASURED, **begins_anew)
+    assert len(messages) == bool(begins_anew)
+    assert all(f" as in a new run, because {key} was " in message for message in messages)
+    assert state_under(saved_run(RunState(), config), changed(key, given, config)) == (RunState(), [])
+
+
+def test_every_setting_of_a_rule_of_resuming_exists() -> None:
+    known = public_values(small_run_config(Path("/models/here")))
+    keys = [
+        *FIXED_KEYS,
+        *OPEN_GROUP_KEYS,
+        *(key for keys in run_state._MEASURED_UNDER.values() for key in keys),
+    ]
+    assert [key for key in keys if run_state._value_or_absent(known, key) is run_state._ABSENT] == []

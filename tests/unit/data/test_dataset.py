@@ -179,6 +179,29 @@ def test_a_run_resumes_with_the_same_rows_whatever_processes_read_them(workers, 
     assert take(first, drawn) + take(stream(after, first.state_dict()), 8 - drawn) == expected
 
 
+def test_other_prompts_are_refused_and_the_same_ones_may_move(write_parquet, record, tokenizer, tmp_path):
+    rows = {name: [record(f"{name}{number}") for number in range(4)] for name in "12"}
+    one, two = (write_parquet(rows[name], f"{name}.parquet") for name in "12")
+    moved = tmp_path / "moved.jsonl"
+    moved.write_text("\n".join(json.dumps(dict(reversed(row.items()))) for row in rows["1"] + rows["2"]))
+
+    def stream(files, saved=None):
+        return PromptStream(build_train_loader(config(files), tokenizer), saved)
+
+    first = stream([one, two])
+    first.draw()
+    rest = [questions(first.draw()[1]) for _ in range(5)]
+    first = stream([one, two])
+    first.draw()
+    again = stream([str(moved)], first.state_dict())
+    assert [questions(again.draw()[1]) for _ in range(5)] == rest
+    for other in ([two, one], [one, one]):
+        with pytest.raises(
+            ValueError, match=r"must read the data it was started with.* Restore data.train_files"
+        ):
+            stream(other, first.state_dict())
+
+
 def test_fewer_prompts_than_a_batch_are_refused(ten_rows, tokenizer):
     with pytest.raises(ValueError, match=r"data.train_batch_size=8 prompts, got 5"):
         build_train_loader(config(ten_rows, train_batch_size=8, train_max_samples=5), tokenizer)

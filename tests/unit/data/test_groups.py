@@ -188,6 +188,14 @@ def test_a_checkpoint_with_scores_of_a_sample_that_goes_on_is_refused() -> None:
         unpack(packed, row)
 
 
+def test_a_prompt_of_other_tokens_than_were_sampled_from_is_refused() -> None:
+    packed = pack([make_group(7)])
+    with pytest.raises(
+        ValueError, match=r"those of row \d+, which the checkpoint was sampling, are others now"
+    ):
+        unpack(packed, lambda index: replace(row(index), prompt_token_ids=[9, 9]))
+
+
 @pytest.mark.parametrize("change", [1, -1])
 def test_tokens_that_belong_to_nobody_are_noticed(change: int) -> None:
     packed = pack([make_group(7)])

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from compared_runs import NOT_OF_THE_TRAINING, without_times
-from formula_run import STEPS, WIDTH, World, live, log_probs_of, without_processes
+from formula_run import STEPS, WIDTH, World, live, log_probs_of, prompt_stream, without_processes
 
 from verl_rc.checkpoint import RunState, SavedRun
 from verl_rc.cluster.engine_group import EnginesLostError
@@ -266,13 +266,26 @@ def test_a_run_of_whole_responses_goes_on_with_what_was_cut(tmp_path: Path) -> N
     assert [found[step]["async/group_age/max"] for step in (3, 4)] == [2, 2]
 
 
+def test_another_number_of_samples_than_was_sampled_ahead_is_a_mistake_of_the_user(tmp_path: Path) -> None:
+    run(tmp_path / "whole", *partial(2))
+    checkpoint = tmp_path / "whole" / "global_step_2"
+    with pytest.raises(ConfigError, match=r"must have the 3 samples .* was sampled ahead with 2: remax"):
+        run(
+            tmp_path / "again",
+            *partial(2),
+            "algorithm.adv_estimator=remax",
+            state=SavedRun.load(checkpoint).state,
+            checkpoint=checkpoint,
+        )
+
+
 def test_a_limit_that_a_running_response_has_reached_is_a_mistake_of_the_user(tmp_path: Path) -> None:
     run(tmp_path / "whole", *partial(2))
     checkpoint = tmp_path / "whole" / "global_step_2"
     state = SavedRun.load(checkpoint).state
     saved = SavedRun.load(checkpoint).state.supply
     assert saved is not None
-    groups = unpack(saved.groups, lambda _: cast(Any, SimpleNamespace(prompt_token_ids=[])))
+    groups = unpack(saved.groups, prompt_stream().row)
     running = [sample for group in groups for sample in group.samples]
     longest = max(sample.num_sampled for sample in running if not sample.ended)
     assert longest > 1

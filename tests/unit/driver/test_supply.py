@@ -151,6 +151,46 @@ def test_a_synchronous_run_does_not_forget_what_was_sampled_ahead(
         checkpoints.choose(small_run_config(tmp_path, *OVERRIDES, *named), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            ["actor_rollout_ref.rollout.temperature=0.5"],
+            r"4 groups that were sampled ahead under other settings: \S+temperature was 1.0, now it is 0.5",
+        ),
+        (["data.seed=7"], r"must keep the settings .*: data.seed was 1, now it is 7"),
+        (["critic.enable=True"], r"global_step_4 holds no critic, and .*adv_estimator=grpo .*critic.enable"),
+    ],
+)
+def test_a_setting_under_which_the_checkpoint_means_something_else_is_refused(
+    changes: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, *ahead(1), steps=6)
+    for step in (5, 6):
+        (tmp_path / f"global_step_{step}").rename(tmp_path / f"unused_{step}")
+    monkeypatch.setattr(checkpoints, "shards_problem", lambda folder: None)
+    with pytest.raises(ConfigError, match=message):
+        checkpoints.choose(small_run_config(tmp_path, *OVERRIDES, *ahead(1), *changes), tmp_path)
+
+
+def test_what_was_measured_under_another_setting_is_forgotten_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path)
+    said: list[str] = []
+    monkeypatch.setattr(checkpoints, "log", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(checkpoints, "shards_problem", lambda folder: None)
+    key = "algorithm.rollout_correction.rollout_rs_threshold"
+    given = [*OVERRIDES, f"{key}=1.5"]
+    before = checkpoints.choose(small_run_config(tmp_path, *OVERRIDES), tmp_path)[2].control
+    now = checkpoints.choose(small_run_config(tmp_path, *given), tmp_path)[2].control
+    assert before.rejection_threshold is not None
+    assert now == replace(before, rejection_threshold=None)
+    assert said[2:] == [
+        f"control.rejection_threshold as in a new run, because {key} was 1.01, now it is 1.5",
+    ]
+
+
 def canary_gaps(folder: Path) -> dict[int, float]:
     name = "sync/canary_mean_gap"
     return {step: line[name] for step, line in lines_with_recovery(folder).items() if name in line}
