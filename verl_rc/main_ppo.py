@@ -11,12 +11,13 @@ from verl_rc.config.paths import output_folders
 from verl_rc.config.run import RunConfig
 from verl_rc.distributed.child_process import importing
 from verl_rc.driver.log import log, log_to_stdout
+from verl_rc.driver.stop import ending_on_sigterm
 
 
 def train(config: RunConfig) -> None:
     """Hand a valid configuration over, once its folders belong to this process."""
     log_to_stdout()
-    with ExitStack() as owned:
+    with ExitStack() as owned, ending_on_sigterm(owned.close):
         for key, folder in output_folders(config).items():
             owned.enter_context(FolderClaim(Path(folder), f"run by {key}", key))
         _train(config)

@@ -1,7 +1,9 @@
 """A Ray of our own: it comes up at the second attempt, runs workers at normal priority, and listens on
 loopback alone."""
 
+import ctypes
 import os
+import signal
 import socket
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +25,14 @@ def test_what_the_failed_first_start_left_is_gone() -> None:
     commands = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0] for pid in family(str(os.getpid()))]
     assert sum(command.endswith(b"/raylet") for command in commands) == 1
     assert sum(command.endswith(b"/gcs_server") for command in commands) == 1
+
+
+@pytest.mark.usefixtures("ray_here")
+def test_rays_own_handler_of_sigterm_is_not_left_behind() -> None:
+    get_handler = ctypes.pythonapi.PyOS_getsig
+    get_handler.restype = ctypes.c_void_p
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert get_handler(signal.SIGTERM) is None  # the null pointer: SIG_DFL
 
 
 @pytest.mark.usefixtures("ray_here")

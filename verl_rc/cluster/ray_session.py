@@ -1,12 +1,15 @@
 """Ray on this machine or a cluster. Imports no heavy module: it runs while torch loads."""
 
+import ctypes
 import os
 import shutil
+import signal
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -146,7 +149,8 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 def _connect(options: Mapping[str, Any]) -> None:
     try:
-        ray.init(logging_level="ERROR", **options)
+        with _keeping_sigterm_handler():
+            ray.init(logging_level="ERROR", **options)
     except (ValueError, TypeError) as error:
         raise RayStartError(
             f"the Ray cluster must take this run, but: {_in_one_line(error)}. {_CHANGE_OPTIONS}"
@@ -198,10 +202,24 @@ def _remedy(error: Exception) -> str:
 
 def _init_or_shut_down(options: Mapping[str, Any]) -> None:
     try:
-        ray.init(logging_level="ERROR", **options)
+        with _keeping_sigterm_handler():
+            ray.init(logging_level="ERROR", **options)
     except BaseException:
         ray.shutdown()
         raise
+
+
+@contextmanager
+def _keeping_sigterm_handler() -> Iterator[None]:
+    """Take back the handler that ``ray.init`` sets in C++; it prints a stack and ends the process at once,
+    which leaves Ray's agents behind. Python's own ``signal`` can do it in the main thread only."""
+    api = ctypes.pythonapi
+    api.PyOS_getsig.restype, api.PyOS_setsig.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
+    handler = api.PyOS_getsig(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        api.PyOS_setsig(signal.SIGTERM, handler)
 
 
 def _in_one_line(error: BaseException) -> str:

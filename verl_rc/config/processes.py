@@ -1,13 +1,56 @@
-"""Processes of this machine, as the kernel shows them."""
+"""What the kernel and the locale say of processes."""
 
+import codecs
+import locale
+import os
+import signal
+from contextlib import suppress
 from pathlib import Path
+
+from verl_rc.config.errors import ConfigError
+
+
+def require_utf8() -> None:
+    """Raise ``ConfigError`` where this process takes text of files and of the terminal for something else."""
+    encoding = locale.getpreferredencoding(False)
+    if codecs.lookup(encoding).name != "utf-8":
+        raise ConfigError(
+            f"text must be read and written as UTF-8, but the locale says {encoding}. Put PYTHONUTF8=1 "
+            "before the command, or set LC_ALL=C.UTF-8."
+        )
 
 
 def process_status(pid: int) -> tuple[str, int] | None:
     """State letter and start time, in clock ticks since boot, of a process; None when there is none."""
+    fields = _fields(str(pid))
+    return None if fields is None else (fields[0], int(fields[19]))
+
+
+def kill_descendants() -> None:
+    """End every process that this one, or one of those, has started, except those whose parent had ended."""
+    while pids := _descendants(os.getpid()):
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Those that run; a process that has ended is left out."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        fields = _fields(path.name)
+        if fields is not None and fields[0] not in "ZX":
+            children.setdefault(int(fields[1]), []).append(int(path.name))
+    found = [pid]
+    for parent in found:
+        found += children.get(parent, [])
+    return found[1:]
+
+
+def _fields(pid: str) -> list[str] | None:
+    """Fields of ``/proc/<pid>/stat`` from the state letter on."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
-    return fields[0], int(fields[19])
+    return text.rpartition(")")[2].split()  # the name before it may hold anything

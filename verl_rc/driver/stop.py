@@ -1,14 +1,34 @@
 """The request to end a run after a step that is saved: by SIGTERM, or by the run itself."""
 
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from verl_rc.config.processes import kill_descendants
 from verl_rc.driver.log import log
 
 TERMINATED = 143
 """Exit code of a run that was asked to end: 128 + SIGTERM."""
+
+
+@contextmanager
+def ending_on_sigterm(give_back: Callable[[], None]) -> Iterator[None]:
+    """End the process at once on SIGTERM inside the context: ``give_back`` what it holds, end every process
+    that it has started. No exception is raised, which an import or a call of Ray would take for its own."""
+
+    def end(_signal: int, _frame: FrameType | None) -> None:
+        log("SIGTERM while the run starts: ending; no step is done")
+        give_back()
+        kill_descendants()
+        os._exit(TERMINATED)
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 class StoppedByAlertError(RuntimeError):
@@ -52,7 +72,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle SIGTERM inside the context. Enter it in the main thread, after Ray has set its handler."""
+        """Handle SIGTERM inside the context. Enter it in the main thread."""
         previous = signal.signal(signal.SIGTERM, self._handle_sigterm)
         try:
             yield

@@ -7,6 +7,8 @@ import functools
 import inspect
 import os
 import signal
+import subprocess
+import sys
 import textwrap
 import types
 import typing
@@ -18,6 +20,7 @@ from verl_rc.checkpoint import CheckpointStore
 from verl_rc.cluster.engine_group import EngineGroup
 from verl_rc.cluster.weight_transport import BroadcastTransport, IpcTransport, WeightTransport
 from verl_rc.config.async_training import AsyncTrainingConfig
+from verl_rc.config.processes import process_status
 from verl_rc.data.dataset import PromptStream
 from verl_rc.driver.services import Services
 from verl_rc.driver.stop import StoppedByAlertError, StopRequest
@@ -114,6 +117,25 @@ def test_the_check_itself(method: str) -> None:
     found = changes(Planted)
     assert f"Planted.{method}" in found
     assert "Planted.ask" not in found
+
+
+def test_sigterm_at_the_start_gives_back_the_folder_and_ends_what_was_started() -> None:
+    code = """
+import os, signal, subprocess, time
+from verl_rc.driver.stop import ending_on_sigterm
+with ending_on_sigterm(lambda: print("given back", flush=True)):
+    print(subprocess.Popen(["sh", "-c", "sleep 600; :"]).pid, flush=True)
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(600)
+    except BaseException:
+        pass
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    pid, given_back = ended.stdout.split("\n")[:2]
+    assert (ended.returncode, given_back) == (143, "given back")
+    status = process_status(int(pid))
+    assert status is None or status[0] == "Z"
 
 
 def test_the_first_sigterm_is_noted_and_the_second_ends() -> None:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from verl_rc.config.errors import ConfigError, nearest_key, shortened
 from verl_rc.config.load.compose import Composer
+from verl_rc.config.processes import require_utf8
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig, preset_fields
 from verl_rc.config.run import FOLLOWED_KEYS, RunConfig
 from verl_rc.config.schema import (
@@ -25,6 +26,7 @@ from verl_rc.config.schema import (
     has_key,
     is_section,
     leaves_of,
+    may_be_null,
     required_leaves,
     value_at,
 )
@@ -196,9 +198,17 @@ def _explain(schema: type[BaseModel], item: Any) -> str:
             f"{key}.<name>=<value>."
         )
     must_be = re.sub(r", (unable|got) .*", "", message.removeprefix("Input should be "))
-    default = default_at(schema, key)
-    instead = f"write {key}=<{must_be}>" if default is None else f"write that, or drop it for {default!r}"
-    return f"{key} must be {must_be}; got {shortened(repr(value))}: {instead}."
+    return f"{key} must be {must_be}; got {shortened(repr(value))}: {_instead(schema, key, value, must_be)}."
+
+
+def _instead(schema: type[BaseModel], key: str, value: Any, must_be: str) -> str:
+    """What to write in the place of a value of a wrong type."""
+    default, field = default_at(schema, key), fields_of(schema).get(key)
+    if field is not None and may_be_null(field) and isinstance(value, str) and value.lower() == "none":
+        return f"write {key}=null for none"
+    if must_be == "a valid string" and isinstance(value, (bool, int, float)):
+        return f"""put text that reads as a number or a boolean in quotes, in a shell '{key}="{value}"'"""
+    return f"write {key}=<{must_be}>" if default is None else f"write that, or drop it for {default!r}"
 
 
 def _follows_another(item: Any, tree: Mapping[str, Any]) -> bool:
@@ -222,6 +232,7 @@ def given_tree(schema: type[BaseModel], options: Namespace) -> TranslatedTree:
 
     Raises ``ConfigError``.
     """
+    require_utf8()
     with composing(options.overrides):
         composer = Composer(options, has_groups=schema is RunConfig)
         prepared = prepare(schema, composer, options.overrides)
