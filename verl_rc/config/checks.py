@@ -46,6 +46,13 @@ def _data(config: RunConfig) -> Iterator[str]:
             f"data.train_weights must be positive numbers, got {weights}; remove the file instead of giving "
             "it no weight."
         )
+    if not data.train_files and data.custom_cls.path is None:
+        yield "data.train_files must name at least one file, got an empty list."
+    if not data.val_files and config.trainer.validates:
+        yield (
+            "validation needs data.val_files, got none. Name them, or train without validation: "
+            "trainer.test_freq=-1 trainer.val_before_train=False trainer.val_only=False."
+        )
     for key, count in (("train", data.train_max_samples), ("val", data.val_max_samples)):
         if count == 0:
             yield f"data.{key}_max_samples must be -1 (all prompts) or at least 1, got 0."

@@ -162,6 +162,11 @@ class TrainerConfig(StrictModel):
     """Time limit for any other answer of a process. After it, the stacks of the processes without an answer
     are written to the run's folder, all processes are killed and the run ends."""
 
+    @property
+    def validates(self) -> bool:
+        """Whether the run validates at any time."""
+        return self.val_only or self.val_before_train or self.test_freq > 0
+
 
 class RayInitConfig(StrictModel):
     """``ray_kwargs.ray_init.*``."""

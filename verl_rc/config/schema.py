@@ -38,7 +38,14 @@ def followed_key(field: FieldInfo) -> str | None:
     return str(field.json_schema_extra["follows"]) if isinstance(field.json_schema_extra, dict) else None
 
 
+def may_be_null(field: FieldInfo) -> bool:
+    """Whether null is a value of the field."""
+    return field.default is None or types.NoneType in get_args(field.annotation)
+
+
 def _usable_path(text: str) -> str:
+    if text == "None":
+        raise ValueError("a path must not be None; write null for none")
     if not text.strip() or "\0" in text:
         raise ValueError(f"a path must not be empty or hold NUL, got {text!r}")
     if any(len(part.encode("utf-8", "replace")) > _LONGEST_NAME for part in Path(text).parts):
@@ -61,6 +68,9 @@ def _as_list(value: object) -> object:
 
 OneOrMore = BeforeValidator(_as_list)
 """Validator of a list of texts: a single text stands for a list of one."""
+
+NoneOrMore = BeforeValidator(lambda value: [] if value is None else _as_list(value))
+"""The same, and null stands for an empty list."""
 
 
 @functools.cache

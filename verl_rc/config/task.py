@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from verl_rc.config.schema import OneOrMore, StrictModel, UserPath, follows
+from verl_rc.config.schema import NoneOrMore, OneOrMore, StrictModel, UserPath, follows
 
 
 class CustomDatasetConfig(StrictModel):
@@ -26,8 +26,9 @@ class DataConfig(StrictModel):
     train_weights: list[float] | None = None
     """Shares of the training files in every batch, one positive number per file, in any unit; null: files are
     concatenated and every row is used once per epoch. An epoch has the same number of prompts either way."""
-    val_files: Annotated[list[UserPath], OneOrMore]
-    """Files of validation prompts, parquet, .jsonl or .json (one path, or a list)."""
+    val_files: Annotated[list[UserPath], NoneOrMore]
+    """Files of validation prompts, parquet, .jsonl or .json (one path, or a list); null: none, which takes
+    ``trainer.test_freq=-1`` and ``trainer.val_before_train=False``."""
     custom_cls: CustomDatasetConfig = CustomDatasetConfig()
     """A class of your own that reads ``train_files`` and ``val_files``."""
     prompt_key: str = "prompt"

@@ -259,7 +259,7 @@ class PromptDataset(Dataset[PromptRow]):
     def __init__(
         self, files: Sequence[str], tokenizer: Any, config: DataConfig, max_samples: int = -1
     ) -> None:
-        """Read ``files``, or let ``data.custom_cls`` read them, choose rows, filter.
+        """Read ``files``, at least one, or let ``data.custom_cls`` read them, choose rows, filter.
 
         Raises ``ValueError`` naming the file, column or row that is wrong, or the class that cannot be
         loaded.
@@ -267,12 +267,8 @@ class PromptDataset(Dataset[PromptRow]):
         self._files: list[RecordFile | VerifiersRecords | CustomRecords]
         if config.custom_cls.path is not None:
             self._files = [CustomRecords(config, files, tokenizer)]
-        elif files:
-            self._files = [_record_file(path, config.prompt_key) for path in files]
         else:
-            raise ValueError(
-                "data.train_files and data.val_files must name at least one file each, got an empty list."
-            )
+            self._files = [_record_file(path, config.prompt_key) for path in files]
         self._ends = list(itertools.accumulate(len(file) for file in self._files))
         self._tokenizer = tokenizer
         self._config = config
@@ -482,8 +478,10 @@ def _batches(dataset: PromptDataset, config: DataConfig) -> EpochBatches:
 
 
 def build_validation_rows(config: DataConfig, tokenizer: Any) -> list[PromptRow]:
-    """All validation prompts in the order of the files, or ``val_max_samples`` of them; ``ValueError`` for
-    invalid data."""
+    """All validation prompts in the order of the files, or ``val_max_samples`` of them, none without
+    ``val_files``; ``ValueError`` for invalid data."""
+    if not config.val_files:
+        return []
     dataset = PromptDataset(config.val_files, tokenizer, config, config.val_max_samples)
     return [dataset[index] for index in range(len(dataset))]
 
@@ -519,6 +517,11 @@ class PromptStream:
         epoch = self._batches_drawn // len(self)
         self._batches_drawn += 1
         return epoch, rows
+
+    def first(self) -> PromptRow:
+        """The first prompt of the files; it is not drawn."""
+        row: PromptRow = self._loader.dataset[0]
+        return row
 
     def row(self, row_index: int) -> PromptRow:
         """See ``PromptDataset.row``."""

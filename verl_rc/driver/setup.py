@@ -174,7 +174,7 @@ def _describe_prompts(training: PromptDataset, validation_rows: list[PromptRow],
     if training.unread_columns():
         log("training: columns that are not read: %s", ", ".join(training.unread_columns()))
     lengths = [len(row.prompt_token_ids) for row in validation_rows]
-    log("validation: %s", describe_lengths(lengths, len(lengths), limit))
+    log("validation: %s", describe_lengths(lengths, len(lengths), limit) if lengths else "none")
 
 
 def _check_models(config: RunConfig) -> None:

@@ -248,7 +248,8 @@ class Publisher:
         services = self._services
         room = services.config.max_model_length - self._canary_options.max_tokens
         length = max(1, min(services.block_size + 8, room))
-        tokens = cycle(token for row in services.validation_rows for token in row.prompt_token_ids)
+        rows = services.validation_rows or [services.prompts.first()]
+        tokens = cycle(token for row in rows for token in row.prompt_token_ids)
         prefix = list(islice(tokens, length - 1))
         last_tokens = sorted({*prefix, next(tokens)})
         return [

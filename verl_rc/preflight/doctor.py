@@ -165,6 +165,9 @@ def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
         "data.val_files": (data.val_files, 1, data.val_max_samples),
     }
     for key, (files, min_prompts, max_samples) in sources.items():
+        if not files and key == "data.val_files":
+            yield Finding("note", key, "none: nothing is validated")
+            continue
         try:
             lengths, total, rows, without = _read_prompts(config, inputs.tokenizer, files)
         except (OSError, ValueError) as error:

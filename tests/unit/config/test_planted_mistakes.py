@@ -70,6 +70,8 @@ TYPOS: list[Mistake] = [
     ("trainer.totl_epochs=3", "trainer.totl_epochs", "is not a known key", "totl", "trainer.total_epochs"),
 ]
 
+STEPS = "trainer.total_training_steps"
+
 TYPES: list[Mistake] = [
     (
         "data.train_batch_size=many",
@@ -78,6 +80,19 @@ TYPES: list[Mistake] = [
         "'many'",
         "or drop it for 1024",
     ),
+    (f"{STEPS}=None", STEPS, "must be a valid integer", "'None'", f"write {STEPS}=null for none"),
+    ("data.val_max_samples=None", "data.val_max_samples", "valid integer", "'None'", "or drop it for -1"),
+    ("trainer.resume_from_path=None", "resume_from_path", "not be None", "'None'", "write null for none"),
+    (
+        "trainer.experiment_name=123",
+        "_name must",
+        "valid string",
+        "got 123",
+        """'trainer.experiment_name="123"'""",
+    ),
+    ("trainer.experiment_name=True", "trainer.experiment_name", "valid string", "got True", "in quotes"),
+    ("data.train_files=[]", "data.train_files", "at least one file", "an empty list", "name at least"),
+    ("data.val_files=null", "data.val_files", "got none", "Name them", "trainer.val_before_train=False"),
     ("data.train_batch_size=1.5", "data.train_batch_size", "must be a valid integer", "1.5", "write that"),
     ("data.train_batch_size=0", "data.train_batch_size", "greater than or equal to 1", "got 0", "write that"),
     ("data.shuffle=perhaps", "data.shuffle", "must be a valid boolean", "'perhaps'", "or drop it for True"),

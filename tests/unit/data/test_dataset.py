@@ -136,9 +136,11 @@ def test_malformed_rows_are_refused_at_start(change, message, write_parquet, rec
         PromptDataset([write_parquet([record("1", **change)])], tokenizer, options())
 
 
-def test_no_file_at_all_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="at least one file"):
-        PromptDataset([], tokenizer, options())
+@pytest.mark.parametrize("nothing", [None, []])
+def test_a_run_may_have_no_validation_prompts(nothing, ten_rows, tokenizer):
+    data = config(ten_rows, val_files=nothing)
+    assert build_validation_rows(data, tokenizer) == []
+    assert questions([PromptStream(build_train_loader(data, tokenizer)).first()]) == ["10"]
 
 
 def test_loader_serves_seeded_batches_that_differ_by_epoch(ten_rows, tokenizer):

@@ -234,12 +234,14 @@ class Unread:
             [4, 5, 6],
         ),
         ([SimpleNamespace(prompt_token_ids=[8, 9])] * 2, "898989898", [8, 9, 8]),
+        ([], "898989898", [8, 9, 8]),
     ],
 )
 def test_canary_prompts_share_a_prefix_longer_than_a_block(
     rows: list[Any], prefix: str, last: list[int]
 ) -> None:
     run = Mock(validation_rows=rows, block_size=2)
+    run.prompts.first.return_value = SimpleNamespace(prompt_token_ids=[8, 9])
     run.config.max_model_length = 99
     run.config.actor_rollout_ref.rollout.sync_proof.canary_num_prompts = 3
     with patch.object(weights.Publisher, "_canary_options", Mock(max_tokens=4)):

@@ -175,7 +175,7 @@ def _rollouts(config: RunConfig) -> Iterator[UnreadRule]:
         "val_kwargs.do_sample=False is greedy",
     )
     yield (
-        not (trainer.val_only or trainer.val_before_train or trainer.test_freq > 0),
+        not trainer.validates,
         (
             *_keys("trainer", "log_val_generations", "validation_data_dir"),
             *_keys("data", "val_batch_size", "val_max_samples"),
