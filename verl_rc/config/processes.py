@@ -4,6 +4,7 @@ import codecs
 import locale
 import os
 import signal
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,10 +29,17 @@ def process_status(pid: int) -> tuple[str, int] | None:
 
 def kill_descendants() -> None:
     """End every process that this one, or one of those, has started, except those whose parent had ended."""
-    while pids := _descendants(os.getpid()):
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    stopped: set[int] = set()
+    while running := set(_descendants(os.getpid())) - stopped:  # one that is not stopped may start others
+        _send(running, signal.SIGSTOP)
+        stopped |= running
+    _send(stopped, signal.SIGKILL)
+
+
+def _send(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _descendants(pid: int) -> list[int]:
