@@ -93,6 +93,7 @@ def start_ray(config: RayInitConfig, processes: int) -> None:
         _require_answer(address)
         _connect({"address": address, "runtime_env": runtime_env, "log_to_driver": True})
         return
+    _require_loopback()
     # Ray starts a Python worker per CPU ahead of need, and none of those serves a job with a runtime
     # environment: so just as many CPUs as processes, and the path by inheritance.
     os.environ["PYTHONPATH"] = python_path()
@@ -102,6 +103,19 @@ def start_ray(config: RayInitConfig, processes: int) -> None:
         options["runtime_env"] = runtime_env
     # "local": without an address Ray would follow RAY_ADDRESS, or its file of the last cluster.
     _start_here({"address": "local", "include_dashboard": False, "log_to_driver": False, **options})
+
+
+def _require_loopback() -> None:
+    """Raise ``RayStartError`` where no process can reach another one of this machine; Ray would try for a
+    quarter of an hour."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=_ANSWER_SECONDS).close()
+    except OSError as error:
+        raise RayStartError(
+            "processes of this machine must reach each other at 127.0.0.1, but: "
+            f"{_in_one_line(error)}. In a network namespace or a sandbox: ip link set lo up."
+        ) from error
 
 
 def _object_store_bytes() -> int:

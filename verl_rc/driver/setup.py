@@ -109,6 +109,9 @@ def open_run(
         total_steps = steps_of_run(config.trainer, len(loader))
         learners: list[ActorGroup | CriticGroup] = [actor] if critic is None else [actor, critic]
         config = _with_gradient_sums(config, processes, placement.device, folder)
+        tracker = _open_tracker(config, folder, total_steps, state)
+        stack.callback(close_tracker, tracker)
+        state.tracker_run_id = tracker.run_id
         _build_ranks(processes, [*learners, *frozen.values()], config, total_steps)
         stack.enter_context(_close_at_end(processes))
         if resumed is not None:
@@ -117,9 +120,6 @@ def open_run(
         engine = _build_engines(engines, imports, config, options, folder)
         with log_wait("the transport of weights"):
             transport = open_transport(actor, engines, placement, config.actor_rollout_ref.rollout)
-        tracker = _open_tracker(config, folder, total_steps, state)
-        stack.callback(close_tracker, tracker)
-        state.tracker_run_id = tracker.run_id
         services = Services(
             config=config,
             folder=folder,
@@ -178,9 +178,17 @@ def _describe_prompts(training: PromptDataset, validation_rows: list[PromptRow],
 
 
 def _check_models(config: RunConfig) -> None:
-    """Raise ``ConfigError``, before models are loaded, when the trainer cannot compute one."""
+    """Raise ``ConfigError``, before models are loaded, when one cannot be had, or the trainer cannot compute
+    it."""
     for path, trusted in model_paths(config).items():
-        problem = unsupported_model(config, path, trusted)
+        try:
+            problem = unsupported_model(config, path, trusted)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"a model must be a folder, or a hub id in the cache or within reach, got {path!r}: "
+                f"{str(error).strip().splitlines()[0]} Download it where there is a network (hf download), "
+                "or pass its folder."
+            ) from error
         if problem is not None:
             raise ConfigError(f"{path} cannot be trained: {problem}. Or take another model.")
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from two_processes import free_port
@@ -112,6 +113,17 @@ def test_ray_starts_here_beside_the_address_of_another_cluster(
     calls = init_answers(None)
     start_ray(RayInitConfig(address=address), processes=1)
     assert calls[0]["address"] == "local"
+
+
+def test_a_machine_without_a_loopback_is_refused_before_ray_waits_for_it(
+    init_answers: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unreachable = Mock(side_effect=OSError(101, "Network is unreachable"))
+    monkeypatch.setattr(ray_session.socket, "create_connection", unreachable)
+    calls = init_answers()
+    with pytest.raises(RayStartError, match=r"127.0.0.1, but: .*unreachable.*ip link set lo up"):
+        start_ray(RayInitConfig(), processes=1)
+    assert calls == []
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:{}", "localhost:{}", "ray://127.0.0.1:{}", "auto"])

@@ -102,8 +102,8 @@ class WandbSink(ExperimentSink):
             )
         except wandb.errors.Error as error:
             raise ValueError(
-                f"trainer.logger: W&B must take the run, but: {error}. Set WANDB_MODE=offline and upload it "
-                "later (wandb sync), or leave 'wandb' out."
+                f"trainer.logger: W&B must take the run, but: {str(error).rstrip('.')}. Set "
+                "WANDB_MODE=offline and upload it later (wandb sync), or leave 'wandb' out."
             ) from error
         self.run_id = str(self._run.id)
 
