@@ -171,38 +171,52 @@ _SECRET_NAME = re.compile(
 _CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HIDDEN = "(hidden)"
-_OPEN_SECTIONS = ("ray_kwargs.ray_init.runtime_env", "actor_rollout_ref.rollout.engine_kwargs")
-"""Sections with keys of the user's own; the schema's own keys never hold secrets."""
+_OPEN_SECTIONS = {
+    "ray_kwargs.ray_init.runtime_env": ",null",
+    "actor_rollout_ref.rollout.engine_kwargs": ",null",
+    "actor_rollout_ref.rollout.environment.arguments": "",
+    "actor_rollout_ref.rollout.environment.choices": "",
+    "reward.custom_reward_function.reward_kwargs": "",
+}
+"""Sections with keys of the user's own, and what stands for a secret that a saved configuration does not have
+and the environment neither: null, or an error (a function of the user's own must not be called without it).
+The schema's own keys never hold secrets."""
 
 
 def public_values(config: StrictModel) -> dict[str, Any]:
     """The resolved configuration as a plain tree without secrets, safe to write or send.
 
-    A text whose key looks like a secret becomes ``${oc.env:<its key>,null}``, so a run started from the
-    written file with ``--config-name`` takes the value from the environment. Credentials in a URL become
+    A text whose key looks like a secret becomes ``${oc.env:<its key>}``, so a run started from the written
+    file with ``--config-name`` takes the value from the environment; credentials in a URL become
     ``(hidden)``.
     """
     return without_secrets(config.model_dump(mode="json"), _from_environment)
 
 
 def without_secrets(
-    tree: dict[str, Any], replace: Callable[[str], str] = lambda _: _HIDDEN
+    tree: dict[str, Any], replace: Callable[[str, str], str] = lambda *_: _HIDDEN
 ) -> dict[str, Any]:
-    """Replace each secret of a configuration tree in place by ``replace`` of its key; returns the tree."""
-    for key in _OPEN_SECTIONS:
+    """Replace each secret of a configuration tree in place by ``replace`` of its section's entry in
+    ``_OPEN_SECTIONS`` and of its key; returns the tree."""
+    for key, otherwise in _OPEN_SECTIONS.items():
         section = value_at(tree, key)
         if section:
-            set_value(tree, key, _masked(section, replace))
+            set_value(tree, key, _masked(section, functools.partial(replace, otherwise)))
     return tree
 
 
 def override_without_secrets(override: str) -> str:
-    """An override without its value where the value may hold a key of the user's own."""
-    key = override.lstrip("+~").partition("=")[0]
+    """An override without its value where the value may hold a secret: one of the user's own keys whose name
+    looks like it, or a mapping of such keys."""
+    name, _, value = override.partition("=")
+    key = name.lstrip("+~")
     is_open = any(
         f"{section}.".startswith(f"{key}.") or key.startswith(section) for section in _OPEN_SECTIONS
     )
-    return f"{override.partition('=')[0]}={_HIDDEN}" if is_open else override
+    if not is_open:
+        return override
+    hides = looks_secret(key) or "{" in value
+    return f"{name}={_HIDDEN if hides else _CREDENTIALS_IN_URL.sub(_HIDDEN, value)}"
 
 
 def looks_secret(name: str) -> bool:
@@ -210,8 +224,8 @@ def looks_secret(name: str) -> bool:
     return _SECRET_NAME.search(name) is not None
 
 
-def _from_environment(name: str) -> str:
-    return f"${{oc.env:{name},null}}" if _VARIABLE.fullmatch(name) else _HIDDEN
+def _from_environment(otherwise: str, name: str) -> str:
+    return f"${{oc.env:{name}{otherwise}}}" if _VARIABLE.fullmatch(name) else _HIDDEN
 
 
 def _masked(value: Any, replace: Callable[[str], str], name: str = "") -> Any:

@@ -57,6 +57,8 @@ def run_with_config(schema: type[Schema], run: Callable[[Schema], None], prog: s
     """
     try:
         options = parse(sys.argv[1:])
+        # W&B and Ray record the command line of their process.
+        sys.argv[1:] = [override_without_secrets(argument) for argument in sys.argv[1:]]
         if options.multirun:
             _run_all(schema, run, options)
         elif not show(schema, options, prog):

@@ -1,0 +1,48 @@
+"""Every architecture that a recipe names, and the other way to share embeddings, trains three real steps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from real_runs import metrics_of, train
+from small_runs import SHARE_OF_DIGITS, make_task, run_overrides
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+ROUNDING = 1e-3
+"""In nats: both sides compute in float32."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "qwen3_moe"])
+def test_a_model_trains(kind: str, tied: bool, tmp_path: Path) -> None:
+    task = make_task(tmp_path)
+    given: dict[str, Any] = json.loads((task["model"] / "config.json").read_text())
+    same = {name: given[name] for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+    experts = EXPERTS if kind.endswith("moe") else {}
+    config = AutoConfig.for_model(kind, **SIZES, **same, **experts, tie_word_embeddings=tied)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(task["model"])
+    folder = tmp_path / "run"
+    reward = tmp_path / "reward.py"
+    reward.write_text(SHARE_OF_DIGITS)
+    steps = ["trainer.total_training_steps=3", "trainer.test_freq=-1", "trainer.val_before_train=False"]
+    run = train([*run_overrides(task, folder), *steps, f"reward.custom_reward_function.path={reward}"])
+    assert run.returncode == 0, run.stdout + run.stderr
+    metrics = metrics_of(folder)
+    for step in (1, 2, 3):
+        assert metrics[step]["actor/grad_norm"] > 0
+        assert abs(metrics[step]["rollout_corr/k3_kl"]) < ROUNDING
+        assert metrics[step]["rollout_corr/log_ppl_abs_diff"] < ROUNDING
