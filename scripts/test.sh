@@ -13,7 +13,7 @@ bin="${VERL_RC_VENV:-$root/.venv}/bin"
 cd "$root"
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" MKL_NUM_THREADS="${MKL_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
-export RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 WANDB_MODE=offline
+export RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 WANDB_MODE=offline
 
 # ---- Leave nothing behind. Every process that this run starts inherits the marker, however it is renamed or orphaned.
 export VERL_RC_TEST_RUN="$$.$RANDOM$RANDOM"

@@ -14,7 +14,7 @@ fail() {
 
 # As verl_rc/cluster/ray_session.py sets them for the driver. An engine that shares the trainer's GPUs reserves none from Ray and
 # is told which it sees: Ray must not hide them. Workers inherit these from the node's Ray, not from the driver.
-export RAY_AUTH_MODE="${RAY_AUTH_MODE:-disabled}" RAY_USAGE_STATS_ENABLED=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0
+export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}" RAY_USAGE_STATS_ENABLED=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0
 export RAY_enable_open_telemetry=0
 # A run that is told to stop finishes its step and saves it first, for which Ray would leave it 3 seconds.
 export RAY_JOB_STOP_WAIT_TIME_S="${RAY_JOB_STOP_WAIT_TIME_S:-1800}"

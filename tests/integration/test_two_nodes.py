@@ -3,6 +3,7 @@ are."""
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 from collections import defaultdict
@@ -15,9 +16,12 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def report():
-    """What ``tests/two_nodes.py`` says about each of its cases."""
-    settings = {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+def report(tmp_path_factory):
+    """What ``tests/two_nodes.py`` says about each of its cases, in a cluster that asks for a token."""
+    token = tmp_path_factory.mktemp("cluster") / "token"
+    token.write_text(secrets.token_hex(32))
+    settings = {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+    settings |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = (
         "1"  # tests that ran Ray here kept it to the loopback interface
     )

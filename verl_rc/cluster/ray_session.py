@@ -2,18 +2,23 @@
 
 import ctypes
 import os
+import secrets
+import shlex
 import shutil
 import signal
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private import ray_constants, services
+from ray._raylet import Config
 
 from verl_rc.cluster.watchdog import WATCHDOG
 from verl_rc.config.run import RayInitConfig
@@ -21,10 +26,8 @@ from verl_rc.distributed.child_process import python_path
 from verl_rc.workers.environment import SLEEP_WHILE_WAITING
 from verl_rc.workers.host import available_memory, usable_cores
 
-# Ray 2.60 would otherwise write a token file into the home folder, phone home, and hide GPUs from actors that
-# reserve none.
+# Ray 2.60 would otherwise phone home, and hide GPUs from actors that reserve none.
 _RAY = {
-    "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_enable_open_telemetry": "0",
@@ -102,7 +105,40 @@ def start_ray(config: RayInitConfig, processes: int) -> None:
     if runtime_env:
         options["runtime_env"] = runtime_env
     # "local": without an address Ray would follow RAY_ADDRESS, or its file of the last cluster.
-    _start_here({"address": "local", "include_dashboard": False, "log_to_driver": False, **options})
+    here = {"address": "local", "include_dashboard": False, "log_to_driver": False}
+    _start_here({**here, "_temp_dir": _keep_others_out(), **options})
+
+
+def _keep_others_out() -> str:
+    """Make Ray ask for a token of this run, unless the user has set RAY_AUTH_MODE, and keep its sockets and
+    logs where no other user can go; returns the folder for them.
+
+    Otherwise every user of this machine can run code in Ray's processes, and read what it logs.
+    """
+    base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), f"vrc-{os.getuid()}")
+    base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = base.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise RayStartError(
+            f"{base}, for Ray's sockets, logs and token, must be a folder of yours that is closed to others "
+            "(mode 0700), and it is not. Remove it, or set RAY_TMPDIR to another folder."
+        )
+    if "RAY_AUTH_MODE" not in os.environ:
+        token = base / f"token_{os.getpid()}"
+        token.unlink(missing_ok=True)
+        with os.fdopen(os.open(token, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        os.environ.pop("RAY_AUTH_TOKEN", None)  # of a cluster; it would count more than the file
+        Config.initialize("")  # the mode was read from the environment when Ray was imported
+    return str(base / "ray")
+
+
+def ask_ray() -> str:
+    """The command that asks the Ray of this process for its state, for the user's shell."""
+    names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR)
+    settings = "".join(f"{name}={shlex.quote(os.environ[name])} " for name in names if name in os.environ)
+    return f"{settings}ray status --address {ray.get_runtime_context().gcs_address}"
 
 
 def _require_loopback() -> None:
@@ -203,7 +239,7 @@ def _remedy(error: Exception) -> str:
         folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
         return (
             f"Ray keeps sockets and logs below {folder}, which must be writable, with free space, and no "
-            "longer than some 30 characters: set RAY_TMPDIR to another folder, e.g. /tmp."
+            "longer than some 25 characters: set RAY_TMPDIR to another folder, e.g. /tmp."
         )
     if isinstance(error, (ValueError, TypeError)):
         return _CHANGE_OPTIONS

@@ -17,6 +17,7 @@ from verl_rc.cluster.model_groups import FROZEN_GROUPS, ActorGroup, CriticGroup
 from verl_rc.cluster.placement import plan_placement
 from verl_rc.cluster.rank_group import RankGroup
 from verl_rc.cluster.rank_processes import RankProcesses
+from verl_rc.cluster.ray_session import ask_ray
 from verl_rc.cluster.remote import Pending, wait_for_all
 from verl_rc.cluster.watchdog import WATCHDOG
 from verl_rc.cluster.weight_transport import open_transport
@@ -79,6 +80,7 @@ def open_run(
         stack.callback(ray.shutdown)
         with log_wait("Ray"):
             ray_started.result()
+        log("Ray's state: %s", ask_ray())
         stack.enter_context(WATCHDOG.watching(config.trainer.hang_timeout_seconds, folder))
         stack.enter_context(TRACE.writing(folder / TRACE_FILE if config.async_training.trace else None))
         placement = plan_placement(config)
@@ -111,7 +113,6 @@ def open_run(
         config = _with_gradient_sums(config, processes, placement.device, folder)
         tracker = _open_tracker(config, folder, total_steps, state)
         stack.callback(close_tracker, tracker)
-        state.tracker_run_id = tracker.run_id
         _build_ranks(processes, [*learners, *frozen.values()], config, total_steps)
         stack.enter_context(_close_at_end(processes))
         if resumed is not None:
@@ -146,9 +147,9 @@ def open_run(
 
 
 def _open_tracker(config: RunConfig, folder: Path, total_steps: int, state: RunState) -> Tracker:
-    """The sinks of ``trainer.logger``, which go on where ``state`` stopped."""
+    """The sinks of ``trainer.logger``, which go on where ``state`` stopped; it keeps the id of W&B's run."""
     with _as_config_errors():
-        return open_tracker(
+        tracker = open_tracker(
             config.trainer,
             folder,
             public_values(config),
@@ -156,6 +157,8 @@ def _open_tracker(config: RunConfig, folder: Path, total_steps: int, state: RunS
             steps_done=state.step,
             run_id=state.tracker_run_id,
         )
+    state.tracker_run_id = tracker.run_id
+    return tracker
 
 
 def _write_plan_of_run(config: RunConfig, folder: Path) -> None:
