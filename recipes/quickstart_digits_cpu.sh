@@ -12,13 +12,15 @@ model_path=${MODEL_PATH:-${RUN_ROOT:-runs/quickstart}/sft_model}
 data_dir=${DATA_DIR:-${RUN_ROOT:-runs/quickstart}/data}
 run_dir=${RUN_DIR:-${RUN_ROOT:-runs/quickstart}/rl}
 seed=${SEED:-1}
+quantization=fp8_per_channel # of the engine's weights
+if [[ "${HARDWARE:-cpu}" != cpu ]]; then quantization=null; fi
 
 exec "${PYTHON:-python}" -m verl_rc.main_ppo \
-    task=digits hardware=cpu correction="${CORRECTION:-decoupled_seq_is}" \
+    task=digits hardware="${HARDWARE:-cpu}" correction="${CORRECTION:-decoupled_seq_is}" \
     actor_rollout_ref.model.path="$model_path" \
     data.train_files="$data_dir/train.parquet" \
     data.val_files="$data_dir/val.parquet" \
-    actor_rollout_ref.rollout.quantization=fp8_per_channel \
+    actor_rollout_ref.rollout.quantization="$quantization" \
     trainer.resume_mode=disable \
     trainer.seed="$seed" \
     trainer.experiment_name="digits_seed$seed" \

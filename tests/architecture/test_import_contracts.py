@@ -29,7 +29,6 @@ FAULTS = {
     "what-if-light": ("insight/what_if.py", "def late():\n    import transformers"),
     "bench-light": ("bench/exact.py", "def late():\n    import tensordict"),
     "model-light": ("insight/replay/foreign.py", "def late():\n    import tensordict"),
-    "bring-up-light": ("workers/policy_worker.py", "def late():\n    import vllm"),
     "siblings": ("config/__init__.py", "import verl_rc.metrics"),
 }
 
@@ -59,9 +58,6 @@ def skeleton(tmp_path):
         "weight_sync/sender.py": "from verl_rc.weight_sync import manifest",
         "metrics/record.py": "import verl_rc.config",
         "preflight/plan.py": "",
-        "preflight/bring_up/__init__.py": "",
-        "preflight/bring_up/ranks.py": "import torch",
-        "preflight/bring_up/stages.py": "from verl_rc.data import rollout_batch",
         "workers/policy_worker.py": "import torch",
         "insight/page.py": "from verl_rc.insight import verdict",
         "insight/run_folder.py": "",

@@ -15,11 +15,21 @@ SUBCOMMANDS: Mapping[str, Subcommand] = dict(
     sorted({**before_a_run.SUBCOMMANDS, **after_a_run.SUBCOMMANDS}.items())
 )
 
+_INSTEAD: Mapping[tuple[str, ...], str] = {
+    ("doctor", "--gpu"): "HARDWARE=1gpu bash scripts/quickstart.sh trains on one GPU for two minutes",
+}
+"""What to use in the place of what is no subcommand or option here, though somebody may type it."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand that ``arguments`` (default: the command line) name; returns the exit status."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    for words, instead in _INSTEAD.items():
+        if given[:1] == [words[0]] and set(words) <= set(given):
+            sys.stderr.write(f"verl-rc has no `{' '.join(words)}`: {instead}.\n")
+            return USER_ERROR
     parser = build_parser()
-    options, overrides = parser.parse_known_args(arguments)
+    options, overrides = parser.parse_known_args(given)
     if options.subcommand is None:
         parser.print_help(sys.stderr)
         return USER_ERROR

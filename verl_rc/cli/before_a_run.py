@@ -21,8 +21,6 @@ from verl_rc.cli.subcommand import (
 if TYPE_CHECKING:
     from verl_rc.config.run import RunConfig
 
-_GPU_FILE = Path("doctor_gpu.json")
-
 
 def _bench(options: Options) -> None:
     # Of an installed script, sys.path has the script's folder, not that of the user's modules.
@@ -103,33 +101,14 @@ def _doctor(options: Options) -> int:
     quieten_libraries()
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     config = load_configuration(options.overrides)
+    from verl_rc.preflight.doctor import examine
     from verl_rc.preflight.finding import verdict
 
-    if options.gpu or options.only:
-        from verl_rc.preflight.bring_up.run import STAGES, bring_up
-        from verl_rc.preflight.machine import uses_gpus
-
-        if unknown := set(options.only) - set(STAGES):
-            raise user_error(
-                f"--only must name one of {', '.join(STAGES)}, got {', '.join(sorted(unknown))}."
-            )
-        if not uses_gpus(config) and config.trainer.device != "cpu":
-            raise user_error(
-                "--gpu needs a GPU, and torch sees none. Pass trainer.device=cpu to rehearse its stages on "
-                "the CPU."
-            )
-        findings = bring_up(config, _GPU_FILE, {name: STAGES[name] for name in options.only or STAGES})
-    else:
-        from verl_rc.preflight.doctor import examine
-
-        findings = examine(config)
     failures = 0
-    for finding in findings:
+    for finding in examine(config):
         failures += finding.status == "failed"
         write_lines(finding.lines())
         sys.stdout.flush()
-    if options.gpu or options.only:
-        sys.stdout.write(f"All numbers are in {_GPU_FILE}.\n")
     sys.stdout.write(f"{verdict(failures)}\n")
     return 1 if failures else 0
 
@@ -222,16 +201,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
     ),
     "doctor": Subcommand(
         _doctor,
-        "check whether a run can start here; with --gpu [--only STAGE], measure what its GPUs do",
-        {
-            "--gpu": {"action": "store_true", "help": "measure what the GPUs of a node do, stage by stage"},
-            "--only": {
-                "metavar": "STAGE",
-                "action": "append",
-                "default": [],
-                "help": "run this stage alone; may be given several times",
-            },
-        },
+        "check whether a run can start here",
         takes_configuration=True,
     ),
     "migrate": Subcommand(
