@@ -18,6 +18,7 @@ from typing_extensions import Buffer
 
 from verl_rc.checkpoint.saved_files import missing
 from verl_rc.checkpoint.store import CheckpointError, sync
+from verl_rc.config.files import open_inside
 
 CHECKSUM_FILE = "checksums.json"
 _BLOCK = 1 << 20
@@ -36,7 +37,7 @@ class FileSum:
     def of(cls, path: Path) -> "FileSum":
         """Of a file on the disk."""
         size, crc = 0, 0
-        with path.open("rb", buffering=0) as file:
+        with open_inside(path.parent, path) as file:
             while block := file.read(_BLOCK):
                 size, crc = size + len(block), zlib.crc32(block, crc)
         return cls(size, crc)
@@ -101,7 +102,10 @@ def require_whole(folder: Path) -> None:
 
 
 def _damage(folder: Path) -> str | None:
-    sums = _SUMS.validate_json((folder / CHECKSUM_FILE).read_bytes())
+    with open_inside(folder, folder / CHECKSUM_FILE) as file:
+        sums = _SUMS.validate_json(file.read())
+    if any(name != Path(name).name for name in sums):
+        return f"{folder / CHECKSUM_FILE} must name files of its folder alone"
     for name, expected in sums.items():
         size = (folder / name).stat().st_size
         if size != expected.size:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter
 
 from verl_rc import __version__
 from verl_rc.checkpoint.checksums import FileSum, require_whole, write_checksums
-from verl_rc.checkpoint.saved_files import read_json, read_tensors
+from verl_rc.checkpoint.saved_files import fields_in_one_line, read_json, read_tensors
 from verl_rc.checkpoint.store import CheckpointError
 from verl_rc.health.guards import FailedGroups, RewardHistory
 from verl_rc.health.ranges import HealthHistory
@@ -248,7 +248,8 @@ class SavedRun:
             state = _STATE.validate_python(plain["state"])
         except ValueError as error:
             raise CheckpointError(
-                f"{path} must hold the state of a run, but: {_in_one_line(error)}. Use another checkpoint."
+                f"{path} must hold the state of a run, but: {fields_in_one_line(error)}. Use another "
+                "checkpoint."
             ) from error
         require_whole(folder)
         state.prompts = read_tensors(folder / LOADER_FILE, "a loader's state")
@@ -256,15 +257,6 @@ class SavedRun:
             groups = read_tensors(folder / GROUPS_FILE, "groups in flight")
             state.supply = replace(state.supply, groups=groups)
         return cls(state, plain["config"], plain["num_ranks"])
-
-
-def _in_one_line(error: ValueError) -> str:
-    if not isinstance(error, ValidationError):
-        return str(error)
-    return "; ".join(
-        f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}, got {detail['input']!r}"
-        for detail in error.errors()
-    )
 
 
 def check_settings(saved: SavedRun, config: Mapping[str, Any]) -> None:

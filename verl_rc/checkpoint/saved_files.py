@@ -4,18 +4,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
+from pydantic import ValidationError
 
 from verl_rc.checkpoint.store import CheckpointError
+from verl_rc.checkpoint.tensor_archive import read_archive
+from verl_rc.config.files import open_inside
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object of a file. Raises ``CheckpointError`` when it is missing or broken."""
     try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
+        with open_inside(path.parent, path) as file:
+            plain = json.loads(file.read().decode())
     except FileNotFoundError:
         raise missing(path) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} must be a JSON file, but reading it gave: {error}. Use another checkpoint."
         ) from error
@@ -30,10 +33,11 @@ def read_tensors(path: Path, contents: str) -> dict[str, Any]:
     """A mapping with tensors, on the CPU; ``contents`` names it. Raises ``CheckpointError`` when the file is
     missing or broken."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with open_inside(path.parent, path) as file:
+            state = read_archive(file)
     except FileNotFoundError:
         raise missing(path) from None
-    except Exception as error:  # a broken pickle can raise anything
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} must hold {contents}, but reading it gave {in_one_line(error)}. Use another checkpoint."
         ) from error
@@ -45,11 +49,18 @@ def read_tensors(path: Path, contents: str) -> dict[str, Any]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Type and first line of an error, without torch's advice to load what it refuses."""
-    said = str(error).partition("\n")[0]
-    if "weights_only" in said:
-        said = "it holds something else than tensors, or is damaged"
-    return f"{type(error).__name__}: {said}"
+    """Type and first line of an error."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def fields_in_one_line(error: ValueError) -> str:
+    """What is wrong with each field that pydantic refuses; another error as it is."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    return "; ".join(
+        f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}, got {detail['input']!r}"
+        for detail in error.errors()
+    )
 
 
 def missing(path: Path) -> CheckpointError:

@@ -1,8 +1,9 @@
 """A folder of shards: its header, its metadata and its tensors, read without a model, other ranks or
 executing code from it."""
 
+import io
 import json
-import pickle
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,64 +14,74 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from pydantic import TypeAdapter
 from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from verl_rc.checkpoint.checksums import FileSum, SummingFileSystem, require_whole
-from verl_rc.checkpoint.saved_files import in_one_line, read_json
+from verl_rc.checkpoint.description import file_lengths, read_description
+from verl_rc.checkpoint.plain_pickle import RefusedPickleError
+from verl_rc.checkpoint.saved_files import fields_in_one_line, in_one_line, read_json
 from verl_rc.checkpoint.store import CheckpointError
+from verl_rc.checkpoint.tensor_archive import FilePart, read_archive
+from verl_rc.config.files import open_inside
 
-_ALLOWED = {
-    "pathlib": {"PosixPath"},
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-}
-"""Names that may be unpickled from ``.metadata``, by module; dtypes (``torch.float32``, …) are allowed too.
-"""
+DESCRIPTION_FILE = ".metadata"
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader of sharded checkpoints, whose file ``.metadata`` may name nothing but descriptions of
-    tensors.
+    """torch's reader of sharded checkpoints, without its unpickling: tensors come into being, and nothing
+    else."""
 
-    torch 2.13 unpickles that file as it is, which runs any function it names.
-    """
+    def __init__(self, folder: Path, metadata: Metadata | None = None) -> None:
+        """``metadata``: what was read of the folder before. The file may be another one by now."""
+        super().__init__(folder)
+        self._folder = folder
+        self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the file. Raises ``pickle.UnpicklingError`` where it names or holds anything but a description
-        of tensors."""
-        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
-            metadata: Metadata = _DescriptionUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(
-                f"it holds a {type(metadata).__name__} where a description of tensors must be"
-            )
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        """The description of the folder, read once. Raises ``OSError`` or ``RefusedPickleError``."""
+        if self._metadata is None:
+            with open_inside(self._folder, self._folder / DESCRIPTION_FILE) as file:
+                self._metadata = read_description(file.read())
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the tensors of ``plan``."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            with open_inside(self._folder, self._folder / name) as file:
+                for item in items:
+                    if item.type is not LoadItemType.TENSOR:
+                        raise RefusedPickleError(f"{name} must hold tensors alone; do not trust it")
+                    place = self.storage_data[item.storage_index]
+                    saved = read_archive(io.BufferedReader(FilePart(file, place.offset, place.length)))
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(_part(saved, item, target))
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
-class _DescriptionUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _ALLOWED.get(module, ()) or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(
-            f"it names {module}.{name}, which no description of tensors needs; do not trust it"
+def _part(saved: Any, item: ReadItem, target: Tensor) -> Tensor:
+    """The part of a saved chunk that ``item`` reads."""
+    if type(saved) is not Tensor or saved.dim() != len(item.lengths):
+        raise RefusedPickleError(
+            f"{item.storage_index.fqn} must be one tensor of {len(item.lengths)} dimension(s)"
         )
+    part = narrow_tensor_by_index(saved, item.storage_offsets, item.lengths)
+    if part.shape != target.shape:
+        raise RefusedPickleError(
+            f"{item.storage_index.fqn} must have the shape {list(target.shape)}, got {list(part.shape)}"
+        )
+    return part
 
 
 HEADER_FILE = "shards.json"
@@ -116,18 +127,43 @@ class ShardHeader:
             raise CheckpointError(
                 f"{path} must hold {sorted(names)} and nothing else. Use another checkpoint."
             )
-        return cls(**plain)
+        try:
+            return _HEADER.validate_json(json.dumps(plain), strict=True)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path} must describe shards, but: {fields_in_one_line(error)}. Use another checkpoint."
+            ) from error
+
+
+_HEADER = TypeAdapter(ShardHeader)
 
 
 def read_metadata(folder: Path) -> Metadata:
     """Names, shapes and storage of the tensors in ``folder``. Raises ``CheckpointError`` when they cannot be
     read."""
+    with _readable(folder):
+        metadata = SafeReader(folder).read_metadata()
+        _require_bytes(folder, metadata)
+    return metadata
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
     try:
-        return SafeReader(folder).read_metadata()
-    except Exception as error:  # a broken pickle can raise anything
+        yield
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{folder} must hold readable shards, but {in_one_line(error)}. Use another checkpoint."
         ) from error
+
+
+def _require_bytes(folder: Path, metadata: Metadata) -> None:
+    """Refuse a description of more bytes than its files have, before memory is taken for them."""
+    for name, (total, end) in file_lengths(metadata).items():
+        with open_inside(folder, folder / name) as file:
+            size = os.fstat(file.fileno()).st_size
+        if max(total, end) > size:
+            raise RefusedPickleError(f"{name} must have {max(total, end)} bytes for its tensors, got {size}")
 
 
 def saved_tensors(metadata: Metadata, prefix: str) -> dict[str, TensorStorageMetadata]:
@@ -152,8 +188,11 @@ def shards_problem(folder: Path) -> str | None:
 def _read_description(folder: Path) -> Metadata:
     """What the whole shards in ``folder`` hold. Raises ``CheckpointError``."""
     ShardHeader.read(folder)
-    metadata = read_metadata(folder)
+    with _readable(folder):
+        metadata = SafeReader(folder).read_metadata()
     require_whole(folder)
+    with _readable(folder):
+        _require_bytes(folder, metadata)
     return metadata
 
 
@@ -163,12 +202,12 @@ def load_full_state_dict(folder: Path) -> dict[str, Tensor]:
     A tensor that several modules share appears once, under its first name; frozen ones only if they were
     saved. Raises ``CheckpointError`` when the folder cannot be read.
     """
-    saved = saved_tensors(_read_description(folder), MODEL)
+    metadata = _read_description(folder)
     tensors = {
-        f"{MODEL}{name}": torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in saved.items()
+        f"{MODEL}{name}": torch.zeros(entry.size, dtype=entry.properties.dtype)
+        for name, entry in saved_tensors(metadata, MODEL).items()
     }
-    read_tensors(folder, tensors, collective=False)
+    read_tensors(folder, metadata, tensors, collective=False)
     return {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
 
 
@@ -189,11 +228,11 @@ def write_tensors(
     return files.sums
 
 
-def read_tensors(folder: Path, tensors: dict[str, Tensor], collective: bool) -> None:
-    """Fill ``tensors`` from ``folder`` in place, as a collective or in this process alone. Raises
-    ``CheckpointError``."""
+def read_tensors(folder: Path, metadata: Metadata, tensors: dict[str, Tensor], collective: bool) -> None:
+    """Fill ``tensors`` from ``folder``, which ``metadata`` describes, in place, as a collective or in this
+    process alone. Raises ``CheckpointError``."""
     with _one_line_per_failure(f"reading the shards in {folder}", alone=not collective):
-        dcp.load(tensors, storage_reader=SafeReader(folder), no_dist=not collective)
+        dcp.load(tensors, storage_reader=SafeReader(folder, metadata), no_dist=not collective)
 
 
 @contextmanager

@@ -220,7 +220,7 @@ def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer) -> dict[st
     tensors = {MODEL + name: named[name].detach() for name in saved_model}
     state = empty_state_tensors(named, saved_state)
     tensors |= {OPTIMIZER + name: tensor for name, tensor in state.items()}
-    read_tensors(folder, tensors, collective=dist.is_initialized())
+    read_tensors(folder, metadata, tensors, collective=dist.is_initialized())
     set_state_tensors(optimizer, named, state, header.learning_rates)
     set_random_state(random_state)
     return header.extra

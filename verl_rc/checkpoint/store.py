@@ -7,12 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from verl_rc.config.errors import printable
+from verl_rc.config.files import open_inside, whole_or_absent
 from verl_rc.config.folder_owner import FolderClaim
 
 
 class CheckpointError(ValueError):
     """A failure to write, read or use a checkpoint; the message says what must hold, what was found and what
-    to do."""
+    to do, in one line: names in it come from files that somebody else may have written."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 def sync_tree(folder: Path) -> None:
@@ -38,6 +43,8 @@ LATEST_FILE = "latest_checkpointed_iteration.txt"
 COMMIT_NUMBER_FILE = "commit_number"
 """File inside a checkpoint with its commit number. Its presence seals the checkpoint."""
 _PARTIAL, _REPLACED, _DELETED = ".partial", ".replaced", ".deleted"
+_LONGEST_NUMBER = 20
+"""Digits of a commit number."""
 _CHECKPOINT_NAME = re.compile(r"global_step_(\d+)")
 
 
@@ -177,10 +184,10 @@ class CheckpointStore:
         return self.run_folder / f"global_step_{step}{suffix}"
 
     def _write_latest(self, step: int) -> None:
-        beside = self.run_folder / f"{LATEST_FILE}{_PARTIAL}"
-        beside.write_text(f"{step}\n")
-        sync(beside)
-        os.replace(beside, self.run_folder / LATEST_FILE)
+        with whole_or_absent(self.run_folder / LATEST_FILE) as file:
+            file.write(f"{step}\n".encode())
+            file.flush()
+            os.fsync(file.fileno())
         sync(self.run_folder)
 
     def _delete_old(self) -> None:
@@ -242,6 +249,7 @@ def _step_of(folder: Path) -> int:
 def _commit_number(folder: Path) -> int:
     """The commit number; 0 for folders without one, which are then ordered by step."""
     try:
-        return int((folder / COMMIT_NUMBER_FILE).read_text())
+        with open_inside(folder, folder / COMMIT_NUMBER_FILE) as file:
+            return int(file.read(_LONGEST_NUMBER))
     except (OSError, ValueError):
         return 0
