@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from verl_rc.cli.subcommand import (
     STEPS_ARGUMENT,
+    TRUST_ARGUMENT,
     Options,
     Subcommand,
     path_argument,
@@ -45,6 +46,7 @@ def _diagnose(options: Options) -> None:
         model=options.model,
         temperature=options.temperature,
         dtypes=options.dtypes,
+        trust_remote_code=options.trust_remote_code,
         **step_keywords(options),
     )
     if options.model is not None:
@@ -66,7 +68,14 @@ def _export(options: Options) -> None:
     quieten_libraries()
     from verl_rc.workers.export import export_checkpoint
 
-    line = export_checkpoint(options.checkpoint, options.output, options.part, options.dtype, options.model)
+    line = export_checkpoint(
+        options.checkpoint,
+        options.output,
+        options.part,
+        options.dtype,
+        options.model,
+        options.trust_remote_code,
+    )
     write_lines([line])
 
 
@@ -199,6 +208,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
                 "name the tensors of RUN, here a file of an engine's digests, a model folder or a "
                 "checkpoint, that differ from those of this model folder or checkpoint",
             ),
+            **TRUST_ARGUMENT,
             "--json": {"action": "store_true", "help": "print statements and measurements as JSON"},
         },
     ),
@@ -216,6 +226,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
                 "metavar": "PATH",
                 "help": "where the base model is now (default: where it was when the run was started)",
             },
+            **TRUST_ARGUMENT,
         },
         alternatives={
             "--critic": {

@@ -105,3 +105,11 @@ def load_configuration(overrides: Sequence[str]) -> "RunConfig":
 
 STEPS_ARGUMENT = {"--steps": {"metavar": "A-B", "type": step_pair, "help": "only steps A to B"}}
 """The argument of tools that read some steps of a run."""
+
+TRUST_ARGUMENT = {
+    "--trust-remote-code": {
+        "action": "store_true",
+        "help": "run code that comes with the base model, whatever the run's files say about it",
+    }
+}
+"""The argument of tools that build the model that the files of a run name."""

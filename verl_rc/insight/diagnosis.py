@@ -49,6 +49,8 @@ class DiagnosisRequest:
     """At which it sampled, where its files do not say so."""
     dtypes: tuple[str, str] | None = None
     """Precisions of its trainer and of its engine, where its files do not say so."""
+    trust_remote_code: bool = False
+    """Whether code that comes with the run's model may run."""
 
 
 @dataclass(frozen=True)

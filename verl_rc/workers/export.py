@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 from verl_rc.checkpoint import CheckpointError, CheckpointStore, SavedRun, load_full_state_dict
 from verl_rc.checkpoint.shards import is_frozen, named_tensors
 from verl_rc.config.errors import listed
+from verl_rc.config.files import is_outside
 from verl_rc.config.models import ModelConfig
 from verl_rc.data.tokenize import load_tokenizer
 from verl_rc.workers.language_model import load_causal_lm, torch_dtype
@@ -69,6 +70,7 @@ def export_checkpoint(
     part: Part = "policy",
     dtype_name: str | None = None,
     model_path: str | None = None,
+    trust_remote_code: bool = False,
 ) -> str:
     """Write a part of a checkpoint as a model folder; returns a line that says what is in it.
 
@@ -83,6 +85,8 @@ def export_checkpoint(
         dtype_name: Precision of the written weights; None: that of the base model.
         model_path: The base model, when it is no longer where the run's configuration says; its tokenizer
             must be there too.
+        trust_remote_code: Run code that comes with the base model. What the checkpoint says about it does not
+            count: its author may have named a folder with code of his.
     """
     output = output.expanduser().resolve()
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
@@ -90,7 +94,7 @@ def export_checkpoint(
             f"--output must name a new or an empty folder, but {output} is neither. Name another one."
         )
     try:
-        source = _open_source(checkpoint, part, model_path)
+        source = _open_source(checkpoint, part, model_path, trust_remote_code)
         dtype = torch_dtype(dtype_name) if dtype_name else source.model_config.dtype or torch.float32
         model = _build(part, source, load_full_state_dict(source.folder), dtype)
     except CheckpointError as error:
@@ -103,16 +107,29 @@ def export_checkpoint(
     return f"{output}: {name} after step {source.step}, {str(dtype).removeprefix('torch.')}"
 
 
-def _open_source(checkpoint: Path, part: Part, model_path: str | None) -> _Source:
+def _open_source(checkpoint: Path, part: Part, model_path: str | None, trust_remote_code: bool) -> _Source:
     """Find the shards and the base model. Raises ``CheckpointError`` and ``ExportError``."""
     saved = _load_saved_run(checkpoint)
-    actor, critic = saved.config["actor_rollout_ref"], saved.config["critic"]
     folder = checkpoint / ("critic" if part == "critic" else "actor")
     if part == "critic" and not folder.is_dir():
         raise ExportError(
             f"--critic needs a run that trains a critic, but {checkpoint} holds none. Leave --critic out."
         )
-    model = ModelConfig.model_validate(critic["model"] if part == "critic" else actor["model"])
+    if is_outside(checkpoint, folder):
+        raise ExportError(f"{folder} must lie in its checkpoint, but is a link to elsewhere. Copy it there.")
+    try:
+        actor = saved.config["actor_rollout_ref"]
+        model = ModelConfig.model_validate((saved.config["critic"] if part == "critic" else actor)["model"])
+        actor_path, actor_dtype = (
+            str(actor["model"]["path"]),
+            torch_dtype(actor["actor"]["fsdp_config"]["model_dtype"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ExportError(
+            f"{checkpoint} must hold the configuration of its run, but reading it gave "
+            f"{type(error).__name__}: {' '.join(str(error).split())}. Use another checkpoint."
+        ) from error
+    model = model.model_copy(update={"trust_remote_code": trust_remote_code})
     if part == "adapter" and model.lora_rank == 0:
         raise ExportError(
             "--adapter needs a run that trains LoRA adapters, but the checkpoint has "
@@ -124,8 +141,8 @@ def _open_source(checkpoint: Path, part: Part, model_path: str | None) -> _Sourc
         saved.state.step,
         model.model_copy(update={"path": path}),
         _read_model_config(path, model.trust_remote_code),
-        path if model_path else _local_path(actor["model"]["path"]),
-        torch_dtype(actor["actor"]["fsdp_config"]["model_dtype"]),
+        path if model_path else _local_path(actor_path),
+        actor_dtype,
     )
 
 
@@ -152,7 +169,8 @@ def _read_model_config(path: str, trust_remote_code: bool) -> Any:
     except (OSError, ValueError) as error:
         raise ExportError(
             f"the model that the run was trained from must be readable, but {path} is not a model folder or "
-            f"hub id ({str(error).partition(chr(10))[0]}). If it moved, say where it is with --model."
+            f"hub id ({str(error).partition(chr(10))[0]}). If it moved, say where it is with --model; if it "
+            "needs code of its own, and you trust that, pass --trust-remote-code."
         ) from error
 
 

@@ -15,6 +15,7 @@ from small_models import small_run_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
+from verl_rc.checkpoint.checksums import FileSum, write_checksums
 from verl_rc.workers import export
 from verl_rc.workers.export import ExportError, export_checkpoint
 
@@ -186,3 +187,61 @@ def test_a_crash_leaves_no_folder_of_that_name(
 def test_an_empty_folder_may_exist(full: SmallCheckpoint, tmp_path: Path) -> None:
     export_checkpoint(full.folder, tmp_path)
     assert (tmp_path / "config.json").is_file()
+
+
+def of_an_attacker(full: SmallCheckpoint, folder: Path, trace: Path) -> Path:
+    """A checkpoint whose configuration names a model with code, and trusts it."""
+    model, checkpoint = folder / "model", folder / "global_step_1"
+    shutil.copytree(full.folder, checkpoint)
+    model.mkdir()
+    (model / "config.json").write_text(
+        json.dumps({"model_type": "planted", "auto_map": {"AutoConfig": "planted.Planted"}})
+    )
+    (model / "planted.py").write_text(
+        f"open({str(trace)!r}, 'w')\n"
+        "from transformers import PretrainedConfig\n"
+        "class Planted(PretrainedConfig):\n    model_type = 'planted'\n"
+    )
+    state = json.loads((checkpoint / "run_state.json").read_text())
+    for part in (state["config"]["actor_rollout_ref"]["model"], state["config"]["critic"]["model"]):
+        part |= {"path": str(model), "trust_remote_code": True}
+    (checkpoint / "run_state.json").write_text(json.dumps(state))
+    names = [path.name for path in checkpoint.glob("*.*") if path.name != "checksums.json"]
+    write_checksums(checkpoint, {name: FileSum.of(checkpoint / name) for name in names})
+    return checkpoint
+
+
+def test_code_that_a_checkpoint_trusts_does_not_run(full: SmallCheckpoint, tmp_path: Path) -> None:
+    checkpoint, trace = of_an_attacker(full, tmp_path, tmp_path / "trace"), tmp_path / "trace"
+    for part in ("policy", "critic", "adapter"):
+        with pytest.raises(ExportError):
+            export_checkpoint(checkpoint, tmp_path / "out", part)
+        assert not trace.exists()
+    with pytest.raises((ExportError, ValueError)):  # it has no model
+        export_checkpoint(checkpoint, tmp_path / "out", trust_remote_code=True)
+    assert trace.exists()
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"actor_rollout_ref": []}, {"actor_rollout_ref": {"model": {"path": 3}}}]
+)
+def test_a_checkpoint_without_a_configuration_is_refused(
+    full: SmallCheckpoint, tmp_path: Path, config: Any
+) -> None:
+    checkpoint = of_an_attacker(full, tmp_path, tmp_path / "trace")
+    state = json.loads((checkpoint / "run_state.json").read_text()) | {"config": config}
+    (checkpoint / "run_state.json").write_text(json.dumps(state))
+    write_checksums(checkpoint, {"data.pt": FileSum.of(checkpoint / "data.pt")})
+    with pytest.raises(ExportError, match="must hold the configuration of its run"):
+        export_checkpoint(checkpoint, tmp_path / "out")
+
+
+def test_a_part_that_is_a_link_out_of_the_checkpoint_is_refused(
+    full: SmallCheckpoint, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "global_step_1"
+    shutil.copytree(full.folder, checkpoint)
+    shutil.move(checkpoint / "actor", tmp_path / "elsewhere")
+    (checkpoint / "actor").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ExportError, match="is a link to elsewhere"):
+        export_checkpoint(checkpoint, tmp_path / "out")

@@ -45,7 +45,7 @@ def diagnose_with_replays(request: DiagnosisRequest) -> Diagnosis:
     if not run.is_own:
         raise NothingToReplayError(f"{request.folder} is read as {run.source}: {WITH_MODEL}.")
     from_metrics = diagnosis_of(run)
-    config = config_of(request.folder)
+    config = config_of(request.folder, request.trust_remote_code)
     with tempfile.TemporaryDirectory() as scratch:
         session = _Session(request, config, KeptWeights(config, request.folder, Path(scratch)))
         session.replay()

@@ -3,14 +3,27 @@
 from pathlib import Path
 
 from verl_rc.checkpoint import CheckpointStore
+from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
 from verl_rc.config.run import RunConfig
 from verl_rc.workers.export import export_checkpoint
 
 
-def config_of(folder: Path) -> RunConfig:
-    """The configuration of the run in ``folder``. Raises ``ConfigError``."""
-    return load_run_config([f"--config-dir={folder.absolute()}", "--config-name=resolved_config"])
+def config_of(folder: Path, trust_remote_code: bool = False) -> RunConfig:
+    """The configuration of the run in ``folder``.
+
+    Raises ``ConfigError``, also where it lets code of a model run and ``trust_remote_code`` does not: the
+    folder may be somebody else's.
+    """
+    config = load_run_config([f"--config-dir={folder.absolute()}", "--config-name=resolved_config"])
+    if not trust_remote_code and (
+        config.data.trust_remote_code or config.actor_rollout_ref.model.trust_remote_code
+    ):
+        raise ConfigError(
+            f"the run in {folder} lets code of its model run (trust_remote_code). Pass --trust-remote-code "
+            "if you trust the model."
+        )
+    return config
 
 
 class KeptWeights:
@@ -23,6 +36,7 @@ class KeptWeights:
             for path in CheckpointStore(folder, keep=None).newest_first()
         }
         self._checkpoints, self._scratch = steps, scratch
+        self._trusts_code = config.actor_rollout_ref.model.trust_remote_code
         self._start = str(config.actor_rollout_ref.model.path)
 
     @property
@@ -36,5 +50,10 @@ class KeptWeights:
             return self._start
         place = self._scratch / f"version_{version}"
         if not place.is_dir():
-            export_checkpoint(self._checkpoints[version], place, dtype_name="float32")
+            export_checkpoint(
+                self._checkpoints[version],
+                place,
+                dtype_name="float32",
+                trust_remote_code=self._trusts_code,
+            )
         return str(place)
