@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from verl_rc.config.errors import shortened
+from verl_rc.config.plain_yaml import LARGEST, load_yaml
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.rollout_correction_legacy import VERLS_FIELDS, flatten, import_legacy, is_legacy_key
 from verl_rc.config.verl.keys import moved, translate_key, with_verls_defaults
@@ -247,7 +248,8 @@ def _read(argument: str) -> Iterator[tuple[str, Any]]:
         yield key.lstrip("+"), _value(key, value)
         return
     try:
-        tree = yaml.safe_load(Path(argument).read_text(encoding="utf-8"))
+        with Path(argument).open("rb") as file:
+            tree = load_yaml(file.read(LARGEST + 1).decode())
     except (OSError, RecursionError, ValueError, yaml.YAMLError) as error:
         reason = shortened(" ".join(str(error).split()))
         raise ValueError(
@@ -264,8 +266,8 @@ def _value(key: str, text: str) -> Any:
     if key.endswith(("threshold", "rollout_rs")):
         return text.strip("'\"") if text not in ("null", "None") else None
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return load_yaml(text)
+    except (ValueError, yaml.YAMLError):
         return text
 
 
