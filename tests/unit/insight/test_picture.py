@@ -13,6 +13,7 @@ from small_runs import ROOT
 from verl_rc.cli import main
 from verl_rc.insight import picture
 from verl_rc.insight.run_folder import read_run
+from verl_rc.insight.verdict.estimates import running_mean
 from verl_rc.metrics import check_names
 from verl_rc.metrics.sinks.local import JsonlSink
 
@@ -95,8 +96,8 @@ def test_a_long_run_has_a_running_mean_over_every_step(tmp_path):
 
 
 def test_a_running_mean_looks_back_only():
-    assert picture.running_mean([4.0, 2.0, 6.0, 1.0], 2) == [4.0, 3.0, 4.0, 3.5]
-    assert picture.running_mean([4.0, 2.0], 1) == [4.0, 2.0]
+    assert running_mean([4.0, 2.0, 6.0, 1.0], 2) == [4.0, 3.0, 4.0, 3.5]
+    assert running_mean([4.0, 2.0], 1) == [4.0, 2.0]
 
 
 def test_every_data_source_has_its_line(tmp_path):

@@ -1,7 +1,7 @@
 """What a report knows about a run: records that every reader fills and every panel reads."""
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -57,6 +57,14 @@ class Series:
 NO_SERIES = Series((), ())
 
 
+@dataclass
+class _Column:
+    steps: "array[int]" = field(default_factory=lambda: array("q"))
+    values: "array[float]" = field(default_factory=lambda: array("d"))
+    restarts: int = 0
+    """How many the log had when the column was touched last."""
+
+
 class Columns:
     """Metrics by name, collected step by step; a step that comes twice counts once.
 
@@ -72,7 +80,10 @@ class Columns:
         """Lines whose step was there already."""
         self.restarts: list[tuple[int, int]] = []
         """(first step of the later life, last step of the life before it)."""
-        self._columns: dict[str, tuple[array[int], array[float]]] = {}
+        self._columns: dict[str, _Column] = {}
+        self._cuts: list[tuple[int, int]] = []
+        """Of the restarts that reach farther back than all later ones: number, and first step. A column is
+        cut when it is touched: a log that goes back in every line would have all columns cut for each."""
         for step, metrics in rows:
             self.add(step, metrics)
 
@@ -81,25 +92,40 @@ class Columns:
         if self.steps and step < self.steps[-1]:
             self.restarts.append((step, self.steps[-1]))
             del self.steps[bisect_left(self.steps, step) :]
-            for steps, values in self._columns.values():
-                count = bisect_left(steps, step)
-                del steps[count:]
-                del values[count:]
+            while self._cuts and self._cuts[-1][1] >= step:
+                self._cuts.pop()
+            self._cuts.append((len(self.restarts), step))
         if self.steps and step == self.steps[-1]:
             self.repeated += 1
         else:
             self.steps.append(step)
         for name, value in metrics.items():
-            steps, values = self._columns.setdefault(name, (array("q"), array("d")))
-            if steps and steps[-1] == step:
-                values[-1] = value
+            column = self._columns.setdefault(name, _Column())
+            self._cut(column)
+            if column.steps and column.steps[-1] == step:
+                column.values[-1] = value
             else:
-                steps.append(step)
-                values.append(value)
+                column.steps.append(step)
+                column.values.append(value)
+
+    def _cut(self, column: "_Column") -> None:
+        """Drop what an earlier life logged since the column was touched last."""
+        place = bisect_right(self._cuts, column.restarts, key=lambda cut: cut[0])
+        if place < len(self._cuts):
+            count = bisect_left(column.steps, self._cuts[place][1])
+            del column.steps[count:]
+            del column.values[count:]
+        column.restarts = len(self.restarts)
 
     def series(self) -> dict[str, Series]:
         """What was collected, by name."""
-        return {name: Series(steps, values) for name, (steps, values) in self._columns.items() if steps}
+        for column in self._columns.values():
+            self._cut(column)
+        return {
+            name: Series(column.steps, column.values)
+            for name, column in self._columns.items()
+            if column.steps
+        }
 
 
 @dataclass(frozen=True)

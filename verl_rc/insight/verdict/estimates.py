@@ -63,6 +63,24 @@ def bootstrap_interval(values: Sequence[float]) -> tuple[float, float] | None:
     return means[tail], means[-1 - tail]
 
 
+def running_mean(values: Sequence[float], width: int) -> list[float]:
+    """The mean of each value and up to ``width - 1`` values before it."""
+    means, total = [], 0
+    for i, value in enumerate(values):
+        total += _in_units(value) - (_in_units(values[i - width]) if i >= width else 0)
+        means.append(total / (min(i + 1, width) * _UNITS))
+    return means
+
+
+_UNITS = 1 << 1074
+"""Of the smallest float in 1. Sums in it are whole numbers: what is added and taken away leaves no error."""
+
+
+def _in_units(value: float) -> int:
+    numerator, denominator = value.as_integer_ratio()
+    return numerator * (_UNITS // denominator)
+
+
 def first_tenth(series: Series) -> Series:
     """The first tenth of a series, at least four steps; a third of a short one, at least one step."""
     size = _tenth_size(len(series))

@@ -6,7 +6,14 @@ from collections.abc import Callable
 
 from verl_rc.health.statement import Statement, filled_statement, literal
 from verl_rc.insight.run_folder import RunData, Series
-from verl_rc.insight.verdict.estimates import FEWEST_FOR_TREND, Change, change_of, last_tenth, mean_of
+from verl_rc.insight.verdict.estimates import (
+    FEWEST_FOR_TREND,
+    Change,
+    change_of,
+    last_tenth,
+    mean_of,
+    running_mean,
+)
 from verl_rc.metrics.best_of_n import unbiased_std
 from verl_rc.metrics.catalog import describe
 
@@ -93,9 +100,9 @@ def _collapse(run: RunData) -> list[Statement]:
     if len(score) < FEWEST_FOR_TREND:
         return []
     width = max(3, len(score) // 10)
-    windows = [(i, math.fsum(score.values[i : i + width]) / width) for i in range(len(score) - width + 1)]
-    best_at, best = max(windows, key=lambda window: window[1])
-    last = windows[-1][1]
+    means = running_mean(score.values, width)[width - 1 :]
+    best, last = max(means), means[-1]
+    best_at = means.index(best)
     spread = unbiased_std(score.values[best_at : best_at + width]) + unbiased_std(score.values[-width:])
     bound = max(COLLAPSE * abs(best), _STANDARD_ERRORS * spread / math.sqrt(width))
     if best - last <= bound or best_at + width > len(score) - width:

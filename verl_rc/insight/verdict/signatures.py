@@ -101,11 +101,11 @@ def _checked_temperature(statement: Statement, run: RunData) -> Statement:
 
 def signature_rows(run: RunData) -> list[CauseRow]:
     """Every row that signatures name, in the order in which their rules are checked."""
-    metrics = _by_step(run)
+    kinds_of_steps = {tuple(metrics): metrics for metrics in _by_step(run)}.values()  # by the names they have
     rows: dict[str, CauseRow] = {}
     for cause in SIGNATURE_CAUSES:
         needs = " and ".join(dict.fromkeys(_record_fields(cause)))
-        is_asked = any(cause.evidence_in(step_metrics) is not None for step_metrics in metrics)
+        is_asked = any(cause.evidence_in(metrics) is not None for metrics in kinds_of_steps)
         if (earlier := rows.get(cause.name)) is not None:
             alternatives = dict.fromkeys((*earlier.needs.split(" or "), *needs.split(" or ")))
             needs, is_asked = " or ".join(alternatives), earlier.is_asked or is_asked
