@@ -51,20 +51,24 @@ class FilePart(io.RawIOBase):
     def __init__(self, file: IO[bytes], begin: int, size: int) -> None:
         self._file, self._begin, self._size, self._at = file, begin, size, 0
 
-    def readable(self) -> bool:  # noqa: D102  (as io.RawIOBase says)
+    def readable(self) -> bool:
+        """It is."""
         return True
 
-    def seekable(self) -> bool:  # noqa: D102
+    def seekable(self) -> bool:
+        """It is."""
         return True
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:  # noqa: D102
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Go to a place of the part; returns it."""
         at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
         if at < 0:
             raise ValueError(f"a place in a file must be at least 0, got {at}")
         self._at = at
         return at
 
-    def readinto(self, buffer: Buffer, /) -> int:  # noqa: D102
+    def readinto(self, buffer: Buffer, /) -> int:
+        """Read what fits; returns the number of bytes, 0 at the end of the part."""
         self._file.seek(self._begin + self._at)
         part = memoryview(buffer)[: max(0, self._size - self._at)]
         count: int = self._file.readinto(part)  # type: ignore[attr-defined]

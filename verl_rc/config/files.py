@@ -11,18 +11,25 @@ from pathlib import Path
 from typing import BinaryIO
 
 
-def open_inside(folder: Path, path: Path) -> BinaryIO:
+class RefusedFileError(OSError):
+    """A file is not read; ``strerror`` says why."""
+
+
+def open_inside(folder: Path | None, path: Path) -> BinaryIO:
     """Open a file below ``folder`` for reading. Links are followed where they stay below ``folder``.
 
     No component is a link when it is opened, so that a link planted in the meantime is not followed either.
+    None: the user has named the file itself, which may be a link to anywhere.
 
     Raises:
         FileNotFoundError: there is no such file.
-        OSError: a link leaves ``folder``, or ``path`` is no regular file: a pipe would block its reader.
+        RefusedFileError: a link leaves ``folder``, or ``path`` is no regular file: a pipe would block its
+            reader.
     """
-    root, target = os.path.realpath(folder), os.path.realpath(path)
-    if is_outside(folder, path):
-        raise OSError(
+    target = os.path.realpath(path)
+    root = os.path.dirname(target) if folder is None else os.path.realpath(folder)
+    if not _is_below(target, root):
+        raise RefusedFileError(
             EPERM, f"it leaves {folder} by a link, which is not followed; copy the file there", str(path)
         )
     *parents, name = os.path.relpath(target, root).split(os.sep)
@@ -33,7 +40,7 @@ def open_inside(folder: Path, path: Path) -> BinaryIO:
             descriptor = _below(descriptor, parent, flags | os.O_DIRECTORY)
         descriptor = _below(descriptor, name, flags | os.O_NONBLOCK)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(EINVAL, "it must be a regular file", str(path))
+            raise RefusedFileError(EINVAL, "it must be a regular file", str(path))
         return os.fdopen(descriptor, "rb")
     except OSError as error:
         os.close(descriptor)
@@ -42,8 +49,12 @@ def open_inside(folder: Path, path: Path) -> BinaryIO:
 
 def is_outside(folder: Path, path: Path) -> bool:
     """Whether a path that begins with ``folder`` leads out of it by a link."""
-    root, target = os.path.realpath(folder), os.path.realpath(path)
-    return root == target or os.path.commonpath([root, target]) != root
+    return not _is_below(os.path.realpath(path), os.path.realpath(folder))
+
+
+def _is_below(target: str, root: str) -> bool:
+    """Whether one path without links lies below another."""
+    return root != target and os.path.commonpath([root, target]) == root
 
 
 def _below(folder: int, name: str, flags: int) -> int:
@@ -65,6 +76,6 @@ def whole_or_absent(path: Path, permissions: int = 0o666) -> Iterator[BinaryIO]:
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
-        os.replace(beside, path)
+        beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)

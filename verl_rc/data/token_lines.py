@@ -7,6 +7,7 @@ with TokenLines(folder / "step_000007.rank_0.jsonl", trainer="mine", temperature
 import json
 import math
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ class TokenLines:
 
     def __init__(self, path: Path, trainer: str, **facts: Any) -> None:
         self._path = Path(path)
-        self._beside = self._path.with_name(f".{self._path.name}.{os.getpid()}.partial")
+        self._beside = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}.partial")
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(os.open(self._beside, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w")  # noqa: SIM115
+        self._file = open(os.open(self._beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w")  # noqa: SIM115
         self._line({"token_record": VERSION, "trainer": trainer, **facts})
 
     def write(

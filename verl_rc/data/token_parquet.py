@@ -15,6 +15,8 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
+from verl_rc.config.files import open_inside, whole_or_absent
+from verl_rc.data.parquet_sizes import UnreadableSizesError, sizes_of
 from verl_rc.data.token_record import (
     FIELDS,
     PROMPTS,
@@ -31,6 +33,11 @@ from verl_rc.data.token_record import (
 
 _FACTS = VERSION_FACT.encode()
 """Key of the facts in the file's metadata."""
+_TEXTS = [name for name, field in FIELDS.items() if field.dtype == "str"]
+_FREE_VALUES, _VALUES_OF_A_BYTE, _MOST_VALUES = 1 << 20, 64, 1 << 28
+"""Values that a file may hold for itself, for each of its bytes, and in all. A log-prob takes two bytes and
+more, and has some fifteen values beside it."""
+_BYTES_OF_A_VALUE = 16
 _NAME = re.compile(r"step_(\d{6,})\.parquet")
 _REPLACED = "replaced"
 
@@ -65,30 +72,27 @@ def write_record(folder: Path, record: TokenRecord) -> Path:
     leaves = {name: f"{name}.list.element" if name in (*record.tokens, PROMPTS) else name for name in columns}
     split = [name for name in record.tokens if FIELDS[name].dtype.startswith("float")]
     path = record_path(folder, record.step)
-    beside = folder / f".{path.name}.{os.getpid()}.partial"
-    try:
-        with os.fdopen(os.open(beside, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as file:
-            parquet.write_table(
-                table,
-                file,
-                compression="zstd",
-                use_dictionary=[leaf for name, leaf in leaves.items() if name not in split],
-                use_byte_stream_split=[leaves[name] for name in split],
-            )
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with whole_or_absent(path, permissions=0o600) as file:
+        parquet.write_table(
+            table,
+            file,
+            compression="zstd",
+            use_dictionary=[leaf for name, leaf in leaves.items() if name not in split],
+            use_byte_stream_split=[leaves[name] for name in split],
+        )
     return path
 
 
-def read_record(path: Path) -> TokenRecord:
-    """Read a file of this version; columns that ``FIELDS`` lacks are left out.
+def read_record(path: Path, folder: Path | None = None) -> TokenRecord:
+    """Read a file of this version; columns that ``FIELDS`` lacks are left out. ``folder``: as ``open_inside``
+    takes it.
 
     Raises:
-        DamagedRecordError: the file is no token record, is damaged, or is of another version.
+        DamagedRecordError: the file is no token record, is damaged, is of another version, holds more than
+            its size allows, or lies outside ``folder``.
     """
     try:
-        file = parquet.ParquetFile(path)
+        file = _opened(path, folder)
         facts = _facts(file.schema_arrow.metadata or {})
         names = [name for name in (*FIELDS, PROMPTS) if name in file.schema_arrow.names]
         missing = [name for name in REQUIRED if name not in names]
@@ -96,7 +100,7 @@ def read_record(path: Path) -> TokenRecord:
             raise DamagedRecordError(f"it has no column {', '.join(missing)}")
         table = file.read(columns=names, use_threads=False)
         columns = {name: _column(table, name) for name in names}
-    except (OSError, pa.ArrowException, TypeError) as error:
+    except (OSError, pa.ArrowException, TypeError, UnicodeDecodeError) as error:
         raise DamagedRecordError(" ".join(str(error).split())[:200]) from error
     token_columns = {name: columns[name] for name in names if name != PROMPTS and FIELDS[name].is_of_tokens}
     lengths = _common_lengths(token_columns)
@@ -116,10 +120,31 @@ def read_record(path: Path) -> TokenRecord:
     )
 
 
-def read_facts(path: Path) -> dict[str, Any]:
+def _opened(path: Path, folder: Path | None) -> parquet.ParquetFile:
+    """A file whose texts stay references to a dictionary. Raises ``OSError`` and ``DamagedRecordError``, also
+    for one that would unfold to far more than its size."""
+    source = open_inside(folder, path)
+    size = os.fstat(source.fileno()).st_size
+    metadata = parquet.read_metadata(source)
+    try:
+        sizes = sizes_of(source, metadata)
+    except UnreadableSizesError as error:
+        raise DamagedRecordError(str(error)) from error
+    most = min(max(_FREE_VALUES, _VALUES_OF_A_BYTE * size), _MOST_VALUES)
+    if sizes.values > most or sizes.num_bytes > _BYTES_OF_A_VALUE * most:
+        raise DamagedRecordError(
+            f"its {size:,} bytes unfold to {sizes.values:,} values of {sizes.num_bytes:,} bytes, and at most "
+            f"{most:,} are read"
+        )
+    leaves = [metadata.schema.column(index) for index in range(metadata.num_columns)]
+    texts = [leaf.path for leaf in leaves if leaf.path in _TEXTS and leaf.physical_type == "BYTE_ARRAY"]
+    return parquet.ParquetFile(source, metadata=metadata, read_dictionary=texts)
+
+
+def read_facts(path: Path, folder: Path | None = None) -> dict[str, Any]:
     """The facts of a record without its columns. Raises ``DamagedRecordError``."""
     try:
-        return _facts(parquet.read_schema(path).metadata or {})
+        return _facts(_opened(path, folder).schema_arrow.metadata or {})
     except (OSError, pa.ArrowException) as error:
         raise DamagedRecordError(" ".join(str(error).split())[:200]) from error
 
@@ -137,6 +162,8 @@ def _facts(metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
 def _column(table: pa.Table, name: str) -> Any:
     column = table.column(name)
     is_list = name == PROMPTS or FIELDS[name].is_of_tokens
+    if pa.types.is_dictionary(column.type) and not is_list:
+        return _texts(column, name)
     kind = pa.int32() if name == PROMPTS else pa.type_for_alias(FIELDS[name].dtype)
     if is_list:
         # pyarrow 16 has no cast from float16; numpy makes it.
@@ -150,7 +177,21 @@ def _column(table: pa.Table, name: str) -> Any:
     return array
 
 
+def _texts(column: pa.ChunkedArray, name: str) -> Array:
+    """The texts of a column of references; rows share the objects."""
+    if column.null_count or not pa.types.is_string(column.type.value_type):
+        raise DamagedRecordError(f"its column {name} must hold a text for each row")
+    parts = [
+        np.array(part.dictionary.to_pylist(), object)[part.indices.to_numpy()]
+        for part in column.chunks
+        if len(part)
+    ]
+    return np.concatenate([np.array([], object), *parts])
+
+
 def _values(array: Any) -> Array:
+    if isinstance(array, np.ndarray):
+        return array
     values: Array = array.to_numpy(zero_copy_only=False)
     return values.astype("float32") if values.dtype == np.float16 else values
 

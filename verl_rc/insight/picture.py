@@ -2,13 +2,14 @@
 
 import io
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_rc.config.files import whole_or_absent
 from verl_rc.insight.run_folder import RunData, Series, read_run
+from verl_rc.insight.verdict.estimates import running_mean
 from verl_rc.insight.verdict.learning import headline_validation
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def write_picture(path: Path, inches: tuple[float, float], draw: "Callable[[Figu
         draw(figure)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=140, transparent=True)  # Figure alone draws with Agg
-    path.write_bytes(buffer.getvalue())
+    with whole_or_absent(path) as file:
+        file.write(buffer.getvalue())
     return path
 
 
@@ -144,11 +146,6 @@ def _write_value(panel: "Axes", step: int, value: float, is_below: bool = False)
         fontweight="bold",
         annotation_clip=False,
     )
-
-
-def running_mean(values: Sequence[float], width: int) -> list[float]:
-    """The mean of each value and up to ``width - 1`` values before it."""
-    return [math.fsum(values[max(0, i + 1 - width) : i + 1]) / min(i + 1, width) for i in range(len(values))]
 
 
 def _write_no_data(panel: "Axes") -> None:

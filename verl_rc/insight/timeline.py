@@ -3,13 +3,16 @@
 import json
 import math
 import re
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_rc.config.files import whole_or_absent
 from verl_rc.insight.picture import COLOURS, write_picture
 from verl_rc.insight.run_folder import whole_lines
 from verl_rc.metrics.trace import STEP, TRACE_FILE
@@ -59,6 +62,22 @@ class Timeline:
     steps: Mapping[int, Span]
     """Every finished step by number; a step that was repeated after a resume counts as it was done last."""
 
+    @cached_property
+    def _order(self) -> tuple[list[tuple[int, Span]], list[float]]:
+        """Steps by their beginnings, and for each the latest end up to it."""
+        steps = sorted(self.steps.items(), key=lambda item: item[1].begin)
+        return steps, list(accumulate((step.end for _, step in steps), max))
+
+    def parts_of(self, span: Span) -> Iterator[tuple[int, Span]]:
+        """Number of each step that a span lies in, and the part of the span within it."""
+        steps, ends = self._order
+        for place in range(bisect_right(ends, span.begin), len(steps)):
+            number, step = steps[place]
+            if step.begin >= span.end:
+                return
+            if part := span.part_within(step.begin, step.end):
+                yield number, part
+
     def between(self, first: int, last: int) -> "Timeline":
         """The part from the first to the last of these steps; spans are cut at its edges."""
         steps = {step: span for step, span in self.steps.items() if first <= step <= last}
@@ -77,7 +96,7 @@ def read_timeline(folder: Path) -> Timeline:
             f"{folder} must be the folder of a run with async_training.trace=True, which writes {TRACE_FILE}."
         )
     spans = []
-    for number, line in whole_lines(path):
+    for number, line in whole_lines(path, folder):
         try:
             fields = json.loads(line)
             process, activity, begin, end = (fields.pop(name) for name in ("who", "what", "begin", "end"))
@@ -137,10 +156,9 @@ def describe(timeline: Timeline) -> str:
     count = len(timeline.steps)
     lines = [f"step{'s' * (count > 1)} {_range(timeline.steps)}: {total:.1f} s, {total / count:.2f} s each"]
     by_role: dict[str, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
-    for step in timeline.steps.values():
-        for span in timeline.spans:
-            if part := span.part_within(step.begin, step.end):
-                by_role[_role(span.process)][span.process].append(part)
+    for span in timeline.spans:
+        for _, part in timeline.parts_of(span):
+            by_role[_role(span.process)][span.process].append(part)
     lines += [_describe_role(role, by_role[role], total) for role in sorted(by_role, key=_display_order)][:6]
     waits = sorted(_waits(timeline), key=lambda wait: -wait[0])
     if waits:
@@ -155,12 +173,14 @@ def _waits(timeline: Timeline) -> list[tuple[float, int, list[int]]]:
     """Seconds for which the driver waited for samples in a step, the step, and the numbers of the groups it
     waited for last."""
     driver_waits = [span for span in timeline.spans if (span.process, span.activity) == (_DRIVER, _WAIT)]
-    waits = []
-    for number, step in timeline.steps.items():
-        if spans := [span for span in driver_waits if span.part_within(step.begin, step.end)]:
-            seconds = sum(span.seconds for span in spans)
-            waits.append((seconds, number, list(spans[-1].facts.get("numbers", []))))
-    return waits
+    by_step: dict[int, list[Span]] = defaultdict(list)
+    for span in driver_waits:
+        for number, _ in timeline.parts_of(span):
+            by_step[number].append(span)
+    return [
+        (sum(span.seconds for span in spans), number, list(spans[-1].facts.get("numbers", [])))
+        for number, spans in sorted(by_step.items())
+    ]
 
 
 def _group_numbers(numbers: Sequence[int]) -> str:
@@ -221,7 +241,8 @@ def write_perfetto(timeline: Timeline, folder: Path) -> Path:
         event = {"ph": "X", "name": span.activity, "pid": 1, "tid": row, **times, "args": dict(span.facts)}
         events.append(event)
     path = folder / PERFETTO_FILE
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+    with whole_or_absent(path) as file:
+        file.write(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
     return path
 
 
@@ -236,26 +257,24 @@ def draw_timeline(timeline: Timeline, folder: Path) -> Path:
 def _draw_rows(figure: "Figure", timeline: Timeline, names: Sequence[str]) -> None:
     axes = figure.subplots()
     seconds: dict[str, float] = defaultdict(float)
+    bars: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for span in timeline.spans:
         seconds[span.activity] += span.seconds
+        bars[span.process, span.activity].append((span.begin, span.seconds))
     longest = sorted(seconds, key=lambda activity: -seconds[activity])
     colours = {activity: COLOURS[index % len(COLOURS)] for index, activity in enumerate(longest)}
-    for row, name in enumerate(names):
-        for activity in longest:
-            bars = [
-                (span.begin, span.seconds)
-                for span in timeline.spans
-                if (span.process, span.activity) == (name, activity)
-            ]
-            is_wait = (name, activity) == (_DRIVER, _WAIT)
-            axes.broken_barh(
-                bars,
-                (row - 0.4, 0.8),
-                edgecolor=colours[activity],
-                facecolor="none" if is_wait else colours[activity],
-                hatch="////" if is_wait else None,
-                linewidth=0.5,
-            )
+    rows = {name: row for row, name in enumerate(names)}
+    ranks = {activity: rank for rank, activity in enumerate(longest)}
+    for name, activity in sorted(bars, key=lambda key: (rows[key[0]], ranks[key[1]])):
+        is_wait = (name, activity) == (_DRIVER, _WAIT)
+        axes.broken_barh(
+            bars[name, activity],
+            (rows[name] - 0.4, 0.8),
+            edgecolor=colours[activity],
+            facecolor="none" if is_wait else colours[activity],
+            hatch="////" if is_wait else None,
+            linewidth=0.5,
+        )
     for activity in longest[: len(COLOURS)]:
         axes.plot([], [], color=colours[activity], linewidth=6, label=activity)
     for number, span in timeline.steps.items():

@@ -4,10 +4,12 @@ finished."""
 import json
 import logging
 import os
-import shutil
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from verl_rc.config.files import whole_or_absent
 
 REPLACED = ".replaced.jsonl"
 """Ending of the file beside another one that holds the lines which were moved out of it."""
@@ -34,15 +36,14 @@ def set_aside(path: Path, keeps: Callable[[Mapping[str, Any]], bool] = lambda re
                 damaged.append(number)
     if not moved:
         return
-    replaced, beside = path.with_suffix(REPLACED), path.with_suffix(".partial")
+    replaced = path.with_suffix(REPLACED)
     if damaged:
         lines = ", ".join([*map(str, damaged[:_MOST_NAMED]), *["…"] * (len(damaged) > _MOST_NAMED)])
         _LOG.warning("%s: damaged, moved to %s: line %s", path, replaced.name, lines)
-    _write(replaced, "ab", path, (line.rstrip(b"\n") + b"\n" for line in moved.values()))
-    with path.open("rb") as file:
-        kept = (line for number, line in enumerate(file, start=1) if number not in moved)
-        _write(beside, "wb", path, kept)
-    beside.replace(path)
+    with replaced.open("ab") as file:
+        _write(file, path, (line.rstrip(b"\n") + b"\n" for line in moved.values()))
+    with path.open("rb") as old, whole_or_absent(path) as new:
+        _write(new, path, (line for number, line in enumerate(old, start=1) if number not in moved))
 
 
 def _record(line: bytes) -> Mapping[str, Any] | None:
@@ -54,10 +55,9 @@ def _record(line: bytes) -> Mapping[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _write(path: Path, mode: str, like: Path, lines: Iterable[bytes]) -> None:
+def _write(file: BinaryIO, like: Path, lines: Iterable[bytes]) -> None:
     """Write ``lines`` to the disk for sure, readable by those who may read ``like``."""
-    with path.open(mode) as file:
-        shutil.copymode(like, path)
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
+    os.fchmod(file.fileno(), stat.S_IMODE(like.stat().st_mode))
+    file.writelines(lines)
+    file.flush()
+    os.fsync(file.fileno())

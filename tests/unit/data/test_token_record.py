@@ -3,7 +3,10 @@ limits."""
 
 import json
 import os
+import random
 import stat
+import struct
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +15,7 @@ import pytest
 from pyarrow import parquet
 from recorded_tokens import token_record
 
+from verl_rc.data.parquet_sizes import sizes_of
 from verl_rc.data.token_parquet import (
     read_facts,
     read_record,
@@ -188,3 +192,94 @@ def test_nothing_goes_while_it_fits(tmp_path: Path) -> None:
 )
 def test_kinds_of_tokens(text: str, special: bool, kind: str) -> None:
     assert TOKEN_CLASSES[class_of(text, special)] == kind
+
+
+def bomb(path: Path, count: int, texts: str = "") -> Path:
+    """One row of ``count`` tokens that are all the same: a few hundred bytes."""
+    tokens = pa.ListArray.from_arrays(pa.array([0, count], "int32"), pa.array(np.zeros(count, "int8")))
+    table = pa.table({"response_mask": tokens, "rollout_log_prob": tokens, "source": [texts]})
+    facts = {b"token_record": json.dumps({"token_record": 1, "step": 1, "trainer": "x"}).encode()}
+    parquet.write_table(
+        table.replace_schema_metadata(facts), path, compression="zstd", data_page_size=1 << 30
+    )
+    return path
+
+
+def with_a_lying_footer(path: Path, count: int) -> None:
+    """The footer says that its columns have three values; their pages have ``count``."""
+    data = path.read_bytes()
+    (length,) = struct.unpack("<I", data[-8:-4])
+    body, footer = data[: -8 - length], data[-8 - length : -8]
+    true = bytes((2 * count >> shift & 127) | 128 for shift in (0, 7, 14)) + bytes([2 * count >> 21])
+    assert footer.count(true) == 4  # two columns, and statistics
+    path.write_bytes(body + footer.replace(true, bytes([134, 128, 128, 0])) + data[-8:])
+
+
+def test_a_file_that_unfolds_to_far_more_than_its_size_is_refused(tmp_path: Path) -> None:
+    count = 3_000_000
+    path = bomb(tmp_path / "step_000001.parquet", count)
+    assert path.stat().st_size < 5_000
+    with pytest.raises(DamagedRecordError, match=r"unfold to 6,000,004 values .* at most 1,048,576 are read"):
+        read_record(path)
+    with_a_lying_footer(path, count)
+    assert parquet.read_metadata(path).row_group(0).column(0).num_values == 3
+    with pytest.raises(DamagedRecordError, match="unfold to 6,000,004 values"):
+        read_record(path)
+    with pytest.raises(DamagedRecordError, match="unfold"):
+        read_facts(path)
+
+
+def test_a_page_that_unpacks_to_far_more_than_its_size_is_refused(tmp_path: Path) -> None:
+    path = bomb(tmp_path / "step_000001.parquet", 3, texts="x" * (40 << 20))
+    assert path.stat().st_size < 10_000
+    with pytest.raises(DamagedRecordError, match=r"values of 4\d,\d{3},\d{3} bytes"):
+        read_record(path)
+
+
+def test_texts_that_share_their_beginnings_are_refused(tmp_path: Path) -> None:
+    table = parquet.read_table(write_record(tmp_path, token_record(1)))
+    texts = pa.array(["x" * 1000 + str(row) for row in range(len(table))])
+    table = table.set_column(table.schema.get_field_index("source"), "source", texts)
+    path = tmp_path / "step_000001.parquet"
+    parquet.write_table(table, path, use_dictionary=False, column_encoding={"source": "DELTA_BYTE_ARRAY"})
+    with pytest.raises(DamagedRecordError, match="texts that unfold without bound"):
+        read_record(path)
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
+def test_sizes_are_those_of_the_footer_where_it_tells_the_truth(
+    tmp_path: Path, version: str, compression: str
+) -> None:
+    table = parquet.read_table(write_record(tmp_path, token_record(1)))
+    path = tmp_path / "other.parquet"
+    table = pa.concat_tables([table] * 500)
+    parquet.write_table(
+        table,
+        path,
+        compression=compression,
+        data_page_version=version,
+        data_page_size=500,
+        row_group_size=400,
+    )
+    metadata = parquet.read_metadata(path)
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    columns = [group.column(index) for group in groups for index in range(metadata.num_columns)]
+    with path.open("rb") as file:
+        sizes = sizes_of(file, metadata)
+    of_data = sum(column.num_values for column in columns)
+    assert of_data <= sizes.values < 1.5 * of_data  # and those of dictionaries
+    # A footer counts the headers of pages as well.
+    assert sizes.num_bytes <= sum(column.total_uncompressed_size for column in columns) < 3 * sizes.num_bytes
+
+
+def test_damaged_pages_are_damaged_records(tmp_path: Path) -> None:
+    path = write_record(tmp_path, token_record(1))
+    whole, numbers = path.read_bytes(), random.Random(7)
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(numbers.randrange(1, 6)):
+            data[numbers.randrange(len(data))] = numbers.randrange(256)
+        path.write_bytes(data)
+        with suppress(DamagedRecordError):
+            read_record(path)

@@ -1,10 +1,10 @@
 """Writing the page of runs to the disk."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from verl_rc.config.files import whole_or_absent
 from verl_rc.insight.page.comparison import MOST_RUNS
 from verl_rc.insight.page.page import build_page
 from verl_rc.insight.run_folder import NothingToReadError, RunData, read_run
@@ -53,12 +53,8 @@ def write_report(request: Request) -> Report:
     verdicts = tuple(judge(run) for run in runs)
     path = request.output or _default_path(request.paths[0])
     text = build_page(runs, verdicts, request.with_text, request.max_megabytes)
-    partial_file = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial_file.write_bytes(text.encode("utf-8", "replace"))
-        partial_file.replace(path)  # a reader never sees half a page
-    finally:
-        partial_file.unlink(missing_ok=True)
+    with whole_or_absent(path) as file:
+        file.write(text.encode("utf-8", "replace"))
     return Report(path, runs, verdicts)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from verl_rc.config.files import whole_or_absent
 from verl_rc.config.models import torch_name
 from verl_rc.config.run import RunConfig
 from verl_rc.data.token_parquet import record_files
@@ -51,7 +52,8 @@ def diagnose_with_replays(request: DiagnosisRequest) -> Diagnosis:
         session.replay()
     records = merged(_records_of_the_run(request.folder), session.replayed)
     document = json.dumps(session.diagnosis(run, from_metrics, records).as_json(), indent=1)
-    (request.folder / DIAGNOSIS).write_text(document + "\n", encoding="utf-8")
+    with whole_or_absent(request.folder / DIAGNOSIS) as file:
+        file.write(f"{document}\n".encode())
     span = range(request.first_step, request.last_step + 1)
     return session.diagnosis(run, from_metrics, [record for record in records if record.step in span])
 

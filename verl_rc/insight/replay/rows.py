@@ -74,7 +74,7 @@ def read_rows(folder: Path, most_rows: int, first_step: int, last_step: int) -> 
     for step, path in record_files(folder / FOLDER):
         if first_step <= step <= last_step:
             try:
-                record = read_record(path)
+                record = read_record(path, folder)
             except DamagedRecordError:
                 continue
             has_ids = record.prompts is not None and "response_ids" in record.tokens

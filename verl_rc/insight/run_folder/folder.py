@@ -10,6 +10,8 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter
 
+from verl_rc.config.files import RefusedFileError, open_inside
+from verl_rc.config.plain_yaml import load_yaml
 from verl_rc.config.schema import leaves_of, without_secrets
 from verl_rc.insight.run_folder.foreign import read_foreign
 from verl_rc.insight.run_folder.histograms import read_heat_map
@@ -82,7 +84,7 @@ def _read(path: Path, span: range) -> RunData:
     if run is None and source is not None:
         run = RunData(path.stem, path, f"{source.trainer or 'token'} records")
     if run is None and path.is_file() and path.suffix == ".jsonl":
-        run = _with_metrics(RunData(path.stem, path, OWN_RUN), path)
+        run = _with_metrics(RunData(path.stem, path, OWN_RUN), path, None)
         if not run.steps:
             run = None
     if run is not None:
@@ -131,15 +133,15 @@ def _read_folder(folder: Path, source: TokenSource | None, span: range) -> RunDa
     run.settings = _parsed(folder / CONFIG, run.notes, _settings, {})
     run.plan = _text(folder / _PLAN, run.notes)
     run.total_steps = _total_steps(run)
-    run = _with_metrics(run, folder / METRICS)
+    run = _with_metrics(run, folder / METRICS, folder)
     run.alerts = [
         _alert(step, record)
-        for step, record in read_records(folder / _ALERTS, run.notes)
+        for step, record in read_records(folder / _ALERTS, run.notes, folder=folder)
         if {"title", "text"} <= record.keys()
     ]
     run.samples = _samples(folder, run.notes)
     run.heat_map = read_heat_map(
-        read_records(folder / "histograms.jsonl", run.notes, max_complaints=1), run.notes, span
+        read_records(folder / "histograms.jsonl", run.notes, max_complaints=1, folder=folder), run.notes, span
     )
     run.tokens = None if source is None else read_tokens(source, run.notes, span[0], span[-1])
     run.ending = _parsed(folder / ENDING, run.notes, TypeAdapter(Ending).validate_json, None)
@@ -157,10 +159,11 @@ def _alert(step: int, record: Record) -> Alert:
     return Alert(step, title, text, cause, numbers_of(record.get("evidence")))
 
 
-def _with_metrics(run: RunData, path: Path) -> RunData:
+def _with_metrics(run: RunData, path: Path, folder: Path | None) -> RunData:
     if not path.is_file():
         run.notes.append(f"{path.name} is not there: no step was logged.")
-    columns = Columns((step, numbers_of(record)) for step, record in read_records(path, run.notes))
+    records = read_records(path, run.notes, folder=folder)
+    columns = Columns((step, numbers_of(record)) for step, record in records)
     run.steps, run.series = columns.steps, columns.series()
     run.notes.extend(reading_notes(columns))
     return run
@@ -173,18 +176,25 @@ def _samples(folder: Path, notes: list[str]) -> list[SavedSample]:
         SavedSample(step, cells)
         for path in tables
         if not path.name.endswith(_REPLACED)
-        for step, cells in read_records(path, notes)
+        for step, cells in read_records(path, notes, folder=folder)
     )
     return first_and_newest(samples, _MOST_SAMPLES, notes)
 
 
 def _text(path: Path, notes: list[str]) -> str | None:
+    """The text of a file of a run's folder; None where there is none that can be read."""
     if not path.is_file():
         return None
-    if path.stat().st_size > _LARGEST_TEXT_FILE:
+    try:
+        with open_inside(path.parent, path) as file:
+            text = file.read(_LARGEST_TEXT_FILE + 1)
+    except RefusedFileError as error:
+        notes.append(f"{path.name} is left out: {error.strerror}.")
+        return None
+    if len(text) > _LARGEST_TEXT_FILE:
         notes.append(f"{path.name} has more than {_LARGEST_TEXT_FILE >> 20} MiB and is left out.")
         return None
-    return path.read_text(encoding="utf-8", errors="replace")
+    return text.decode("utf-8", "replace")
 
 
 def _parsed(path: Path, notes: list[str], parse: Callable[[str], Any], otherwise: Any) -> Any:
@@ -201,7 +211,7 @@ def _parsed(path: Path, notes: list[str], parse: Callable[[str], Any], otherwise
 
 def _settings(text: str) -> dict[str, Any]:
     """The configuration by dotted key, without secrets."""
-    tree = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    tree = load_yaml(text)
     if not isinstance(tree, dict):
         raise TypeError("it must be a mapping")
     return dict(leaves_of(without_secrets(tree)))

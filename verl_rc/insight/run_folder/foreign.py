@@ -16,7 +16,9 @@ from verl_rc.insight.run_folder.lines import (
     as_number,
     as_step,
     first_and_newest,
+    lines_of,
     numbers_of,
+    open_text,
     read_records,
     reading_notes,
     restart_notes,
@@ -82,7 +84,7 @@ def read_foreign(path: Path) -> RunData | None:
         return _from_rows(run, _before_damage(wandb_files.offline_rows(offline), offline, run.notes))
     if state is not None:
         run = RunData(path.stem, path, trl.SOURCE, trainer="TRL")
-        return _from_rows(run, trl.logged_steps(state), lambda name: trl.NAMES.get(name, name))
+        return _from_rows(run, trl.logged_steps(state, path), lambda name: trl.NAMES.get(name, name))
     if path.is_dir() and prime_rl.has_metrics(path):
         trainer = prime_rl.LAYOUT.trainer
         run = RunData(path.name, path, f"{trainer} run", trainer=trainer)
@@ -125,8 +127,8 @@ def rejects(run: RunData) -> bool:
 
 def _console_lines(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
     """Lines ``step:12 - name:value - …`` anywhere in a captured log, behind any prefix."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
+    with open_text(path, None) as file:
+        for line in lines_of(file):
             if "step:" not in line:
                 continue
             match = _CONSOLE_LINE.search(_COLOUR.sub("", line.rstrip("\n")))
@@ -205,7 +207,7 @@ def _from_rows(
 def _from_dumps(path: Path, files: list[Path]) -> RunData | None:
     """Files ``N.jsonl`` of samples: texts and scores, no log-probs."""
     run, scores = RunData(path.name, path, DUMPS, trainer="verl"), dict[int, list[float]]()
-    run.samples = first_and_newest(_dumped(files, scores, run.notes), _MOST_DUMPED_SAMPLES, run.notes)
+    run.samples = first_and_newest(_dumped(path, files, scores, run.notes), _MOST_DUMPED_SAMPLES, run.notes)
     rows = (
         (step, {"critic/score/mean": sum(step_scores) / len(step_scores)})
         for step, step_scores in scores.items()
@@ -213,11 +215,13 @@ def _from_dumps(path: Path, files: list[Path]) -> RunData | None:
     return _from_rows(run, rows)
 
 
-def _dumped(files: list[Path], scores: dict[int, list[float]], notes: list[str]) -> Iterator[SavedSample]:
+def _dumped(
+    folder: Path, files: list[Path], scores: dict[int, list[float]], notes: list[str]
+) -> Iterator[SavedSample]:
     """Yield the samples that have a score, which is added to ``scores`` of its step."""
     left_out = 0
     for file in files:
-        for sample in read_lines(file, notes):
+        for sample in read_lines(file, notes, folder):
             step, score = int(file.stem), as_number(sample.get("score"))
             if score is None or math.isnan(score) or "output" not in sample:
                 left_out += 1

@@ -1,27 +1,64 @@
 """Lines of logs: JSON objects, numbers and steps, and notes about the unreadable ones."""
 
+import io
 import math
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from errno import EFBIG
 from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median_high
-from typing import Any
+from typing import Any, TextIO
 
+from verl_rc.config.files import RefusedFileError, open_inside
 from verl_rc.data.token_rows import parse_line
 from verl_rc.insight.run_folder.records import LARGEST_STEP, Columns, SavedSample
 
 Record = dict[str, Any]
 
 
-def read_records(path: Path, notes: list[str], max_complaints: int = 3) -> Iterator[tuple[int, Record]]:
+_LARGEST_FILE = 16 << 30
+_LONGEST_LINE = 64 << 20
+"""Bytes of a file, and characters of a line. A file of holes takes no place on the disk that it was sent
+from."""
+
+
+def open_text(path: Path, folder: Path | None) -> TextIO:
+    """Open a text below ``folder``, as ``open_inside`` does. Raises ``RefusedFileError``, also for a file of
+    unreasonable size."""
+    file = open_inside(folder, path)
+    size = os.fstat(file.fileno()).st_size
+    if size > _LARGEST_FILE:
+        file.close()
+        raise RefusedFileError(EFBIG, f"it must have at most {_LARGEST_FILE >> 30} GiB", str(path))
+    return io.TextIOWrapper(file, encoding="utf-8", errors="replace")
+
+
+def lines_of(file: TextIO) -> Iterator[str]:
+    """The lines of a text; one that is longer than any record comes in parts, which are none."""
+    while line := file.readline(_LONGEST_LINE):
+        yield line
+
+
+def read_records(
+    path: Path, notes: list[str], max_complaints: int = 3, folder: Path | None = None
+) -> Iterator[tuple[int, Record]]:
     """Step and further fields of each whole line ``{"step": …}``; lines that cannot be read are noted and
-    left out."""
+    left out.
+
+    ``folder``: as ``open_inside`` takes it. A file that leaves it is noted and left out.
+    """
     if not path.is_file():
+        return
+    try:
+        file = open_text(path, folder)
+    except RefusedFileError as error:
+        notes.append(f"{path.name} is left out: {error.strerror}.")
         return
     broken: list[int] = []
     is_cut_off = False
-    for number, line in _lines(path):
+    for number, line in _lines(file):
         record = parse_line(line or "") or {}
         step = as_step(record.pop("step", None))
         if step is not None:
@@ -52,16 +89,19 @@ def whole_records(path: Path) -> Iterator[Record]:
         yield record
 
 
-def whole_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Number, from 1, and text of each line, with its end; without half a last line."""
-    yield from ((number, line) for number, line in _lines(path) if line is not None)
+def whole_lines(path: Path, folder: Path | None = None) -> Iterator[tuple[int, str]]:
+    """Number, from 1, and text of each line, with its end; without half a last line.
+
+    ``folder``: as ``open_inside`` takes it, which raises ``RefusedFileError``.
+    """
+    yield from ((number, line) for number, line in _lines(open_text(path, folder)) if line is not None)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str | None]]:
+def _lines(text: TextIO) -> Iterator[tuple[int, str | None]]:
     """Number and text of each line; None for half a line, which a killed run leaves behind, or a run is
     writing now."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
+    with text as file:
+        for number, line in enumerate(lines_of(file), start=1):
             if line.endswith("\n"):
                 yield number, line
             else:

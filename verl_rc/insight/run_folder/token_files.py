@@ -1,6 +1,7 @@
 """Where token records come from: files of this project or of another trainer, by step, not yet read."""
 
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from verl_rc.config.files import RefusedFileError, is_outside
 from verl_rc.data.token_record import (
     FOLDER,
     PIECES,
@@ -19,7 +21,7 @@ from verl_rc.data.token_record import (
     required_facts,
 )
 from verl_rc.data.token_rows import Row, parse_line, record_of_rows, records_by_step
-from verl_rc.insight.run_folder.lines import first_few
+from verl_rc.insight.run_folder.lines import first_few, lines_of, open_text
 
 OWN_TRAINER = "verl_rc"
 """``trainer`` in the facts of this project's own records."""
@@ -47,6 +49,8 @@ class TokenSource:
     """Sentences about records that were left out and facts that are unknown; grows while records are read."""
     pieces: Path | None = None
     """The file with the text of every token id."""
+    folder: Path | None = None
+    """The folder that all files lie in; None: the user has named a file."""
 
     @classmethod
     def from_records(cls, trainer: str, records: Iterable[TokenRecord], notes: list[str]) -> "TokenSource":
@@ -134,14 +138,22 @@ def refused_as(sentence: str, *errors: type[Exception]) -> Iterator[None]:
         raise DamagedRecordError(f"{sentence}: {reason}") from error
 
 
-def read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, notes: list[str], folder: Path | None = None) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines; of a file that is too long, every so many lines. Each note is
-    added once."""
-    size, broken = path.stat().st_size, list[str]()
+    added once.
+
+    ``folder``: as ``open_inside`` takes it. A file that leaves it is noted and left out.
+    """
+    try:
+        text = open_text(path, folder)
+    except RefusedFileError as error:
+        notes.append(f"{path.name} is left out: {error.strerror}.")
+        return
+    size, broken = os.fstat(text.fileno()).st_size, list[str]()
     stride = max(1, math.ceil(size / MOST_BYTES))
     sentences = [f"{path.name} has {_size(size)}: every {stride}th line was read."] * (stride > 1)
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in islice(enumerate(file, start=1), 0, None, stride):
+    with text as file:
+        for number, line in islice(enumerate(lines_of(file), start=1), 0, None, stride):
             row = parse_line(line)
             if row is not None:
                 yield row
@@ -198,58 +210,62 @@ def own_source(path: Path) -> TokenSource | None:
         DamagedRecordError: the path is a single file of JSON lines that is none.
     """
     if path.is_file():
-        has_facts = path.suffix == ".parquet" or VERSION_FACT in (_first_line(path) or {})
+        has_facts = path.suffix == ".parquet" or VERSION_FACT in (_first_line(path, None) or {})
         try:
             return _single_file(path) if has_facts else None
         except DamagedRecordError as error:
             raise DamagedRecordError(f"{path} must be a token record, but {error}") from error
     folders = (path, path / FOLDER)
-    files = _files_by_step([file for folder in folders for file in sorted(folder.glob("step_*"))], _OWN)
+    found = [file for folder in folders for file in sorted(folder.glob("step_*")) if file.is_file()]
+    inside = [file for file in found if not is_outside(path, file)]
+    files = _files_by_step(inside, _OWN)
     if not files:
         return None
     notes = _rank_notes(files)
+    if left_out := len(found) - len(inside):
+        notes.append(f"{left_out} token file(s) are links that leave {path.name}, and are left out.")
     files = files_to_read(files, notes)
     first_file = next(iter(files.values()))[0]
-    trainer = str((_facts_or_none(first_file) or {}).get("trainer", UNKNOWN_TRAINER))
+    trainer = str((_facts_or_none(first_file, path) or {}).get("trainer", UNKNOWN_TRAINER))
 
     def read(step: int) -> TokenRecord:
         if files[step][0].suffix == ".parquet":
-            return _parquet(files[step][0])
-        lines = [line for file in files[step] for line in read_lines(file, notes)]
+            return _parquet(files[step][0], path)
+        lines = [line for file in files[step] for line in read_lines(file, notes, path)]
         facts = required_facts(next((line for line in lines if VERSION_FACT in line), None))
         return record_of_rows(facts, step, [line for line in lines if VERSION_FACT not in line])
 
-    return TokenSource(trainer, list(files), read, notes, path / FOLDER / PIECES)
+    return TokenSource(trainer, list(files), read, notes, path / FOLDER / PIECES, path)
 
 
 def _single_file(path: Path) -> TokenSource:
     notes: list[str] = []
     if path.suffix == ".parquet":
-        record = _parquet(path)
+        record = _parquet(path, None)
         return TokenSource.from_records(str(record.facts.get("trainer", "")), [record], notes)
     lines = read_lines(path, notes)
     facts = required_facts(next(lines, None))
     return TokenSource.from_records(str(facts.get("trainer", "")), records_by_step(facts, lines), notes)
 
 
-def _facts_or_none(path: Path) -> dict[str, Any] | None:
-    """The facts of a file; None where it has none that can be read."""
+def _facts_or_none(path: Path, folder: Path) -> dict[str, Any] | None:
+    """The facts of a file in a folder; None where it has none that can be read."""
     try:
         if path.suffix == ".parquet":
             from verl_rc.data.token_parquet import read_facts  # noqa: PLC0415  (pyarrow)
 
-            return read_facts(path)
-        return required_facts(_first_line(path))
-    except DamagedRecordError:
+            return read_facts(path, folder)
+        return required_facts(_first_line(path, folder))
+    except (DamagedRecordError, RefusedFileError):
         return None
 
 
-def _first_line(path: Path) -> dict[str, Any] | None:
-    with path.open(encoding="utf-8", errors="replace") as file:
+def _first_line(path: Path, folder: Path | None) -> dict[str, Any] | None:
+    with open_text(path, folder) as file:
         return parse_line(file.readline(1 << 20))
 
 
-def _parquet(path: Path) -> TokenRecord:
+def _parquet(path: Path, folder: Path | None) -> TokenRecord:
     from verl_rc.data.token_parquet import read_record  # noqa: PLC0415  (pyarrow, without which JSON lines are read)
 
-    return read_record(path)
+    return read_record(path, folder)

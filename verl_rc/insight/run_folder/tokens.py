@@ -57,7 +57,7 @@ def read_tokens(
         len(candidates),
         worst,
         profiles.profiles(),
-        {} if source.pieces is None else _pieces(source.pieces, notes),
+        {} if source.pieces is None else _pieces(source.pieces, notes, source.folder),
         metrics,
         facts,
         invariants,
@@ -144,9 +144,9 @@ def _rows(source: TokenSource, keys: Sequence[tuple[int, int]]) -> list[TokenRow
     return [rows[key] for key in keys if key in rows]
 
 
-def _pieces(path: Path, notes: list[str]) -> dict[int, str]:
+def _pieces(path: Path, notes: list[str], folder: Path | None) -> dict[int, str]:
     pieces: dict[int, str] = {}
-    for _, record in read_records(path, notes, max_complaints=1):
+    for _, record in read_records(path, notes, max_complaints=1, folder=folder):
         texts = record.get("pieces")
         for entry in texts if isinstance(texts, list) else ():
             if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], int):

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from verl_rc.insight.run_folder.lines import as_step, numbers_of
+from verl_rc.insight.run_folder.lines import as_step, numbers_of, open_text
 
 SOURCE = "TRL's trainer_state.json"
 STATE = "trainer_state.json"
@@ -32,10 +32,12 @@ def newest_state(path: Path) -> Path | None:
     return next((state for state in candidates if state.is_file()), None)
 
 
-def logged_steps(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
-    """Step and metrics of each line of a state's log; nothing where it has none."""
+def logged_steps(state: Path, path: Path) -> Iterator[tuple[int, dict[str, float]]]:
+    """Step and metrics of each line of a state's log; nothing where it has none. ``path``: what the user has
+    named, the state itself or its folder."""
     try:
-        history = json.loads(path.read_text(encoding="utf-8", errors="replace"))["log_history"]
+        with open_text(state, path if path.is_dir() else None) as file:
+            history = json.load(file)["log_history"]
     except (ValueError, LookupError, TypeError, RecursionError):
         return
     for line in history if isinstance(history, list) else ():
