@@ -4,7 +4,7 @@ import codecs
 import locale
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,8 +29,32 @@ def process_status(pid: int) -> tuple[str, int] | None:
 
 def kill_descendants() -> None:
     """End every process that this one, or one of those, has started, except those whose parent had ended."""
+    _kill_all(lambda: _descendants(os.getpid()))
+
+
+def in_session(leader: int, mark: str) -> Iterator[int]:
+    """Every process of the session that ``leader`` began, and every one that has left it and still has
+    ``mark`` in the environment that it was started with."""
+    for path in Path("/proc").glob("[0-9]*"):
+        fields = _fields(path.name)
+        if fields is None or fields[0] in "ZX" or path.name == str(os.getpid()):
+            continue
+        with suppress(OSError):  # of another user, or gone
+            if int(fields[3]) == leader or os.fsencode(mark) in (path / "environ").read_bytes():
+                yield int(path.name)
+
+
+def kill_session(leader: int, mark: str) -> None:
+    """End every process that ``in_session`` finds; without ``/proc`` those of the leader's group."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+    _kill_all(lambda: in_session(leader, mark))
+
+
+def _kill_all(find: Callable[[], Iterable[int]]) -> None:
+    """End all processes that ``find`` finds; it is asked until it finds no other."""
     stopped: set[int] = set()
-    while running := set(_descendants(os.getpid())) - stopped:  # one that is not stopped may start others
+    while running := set(find()) - stopped:  # one that is not stopped may start others
         _send(running, signal.SIGSTOP)
         stopped |= running
     _send(stopped, signal.SIGKILL)

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import yaml
 
 from verl_rc.config.errors import shortened
 from verl_rc.config.plain_yaml import LARGEST, load_yaml
+from verl_rc.config.processes import in_session, kill_session
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.rollout_correction_legacy import VERLS_FIELDS, flatten, import_legacy, is_legacy_key
 from verl_rc.config.verl.keys import moved, translate_key, with_verls_defaults
@@ -23,6 +25,10 @@ from verl_rc.config.verl.refused import RENAMED
 
 SUFFIX = ".sh"
 _SECONDS = 20
+_SECONDS_OF_BACKGROUND = 2
+"""How long a trainer that a script starts in the background may take to record its arguments."""
+_MOST_MESSAGES = 1 << 16
+"""Bytes at the end of what a script says."""
 _STARTERS = ("python", "python3", "ray", "torchrun")
 """Programs that recipes start a trainer with; they are replaced by a script that records its arguments."""
 _HARMLESS = (
@@ -46,6 +52,8 @@ _RECORDER = """#!{bash}
 printf '%s\\0' "$@" >> '{record}'
 printf '\\n\\0' >> '{record}'
 """
+_LIMITED = 'ulimit -f 65536; exec "$0" "$@"'
+"""Files of a script, its messages among them, have at most 64 MiB."""
 _PRELUDE = """command_not_found_handle() { return 0; }
 export -f command_not_found_handle
 """
@@ -62,8 +70,8 @@ def arguments_of_script(script: str, further: Sequence[str] = ()) -> list[str]:
 
     The script runs in bash, which expands variables, conditions and arrays: read only scripts that you would
     start. Python, Ray and all other programs called by name are replaced by programs that record their
-    arguments or do nothing. Raises ``ValueError`` for a script that does not exist, does not start
-    ``main_ppo`` exactly once, or does not end.
+    arguments or do nothing; what else it starts ends with it. Raises ``ValueError`` for a script that does
+    not exist, does not start ``main_ppo`` exactly once, or does not end.
     """
     if not Path(script).is_file():
         raise ValueError(f"a recipe must be an existing shell script, got {script!r}: there is no such file")
@@ -101,27 +109,47 @@ def _recorded_calls(script: str, further: Sequence[str]) -> list[list[str]]:
             if (program := shutil.which(name)) is not None:
                 (programs / name).symlink_to(program)
         environment = {**os.environ, "PATH": str(programs), "BASH_ENV": str(prelude), "PYTHON": "python"}
-        command = [bash, script, *further]
-        try:
-            process = subprocess.run(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
+        status, messages = _run_to_its_end(
+            [bash, "-c", _LIMITED, bash, script, *further], environment, Path(folder)
+        )
+        if status is None:
             raise ValueError(
                 f"{script} must end by itself, but did not within {_SECONDS} s; pass the overrides"
-            ) from error
+            )
         text = record.read_text(encoding="utf-8")
     calls = [call.split("\0")[:-1] for call in text.split("\n\0")[:-1]]
-    if not calls and process.returncode:
-        messages = process.stderr.strip().splitlines() or [f"exit status {process.returncode}"]
-        raise ValueError(f"{script} must be a script that a bash can run, but it ended with: {messages[-1]}")
+    if not calls and status:
+        last = (messages.strip().splitlines() or [f"exit status {status}"])[-1]
+        raise ValueError(f"{script} must be a script that a bash can run, but it ended with: {last}")
     return calls
+
+
+def _run_to_its_end(
+    command: Sequence[str], environment: Mapping[str, str], folder: Path
+) -> tuple[int | None, str]:
+    """Exit status (None: the time ran out) and messages of a command. What it has started ends with it, also
+    in the background; ``folder`` is in the environment of all that."""
+    with (folder / "messages").open("w+b") as messages:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=messages,  # a pipe would stay open as long as a child in the background has it
+            start_new_session=True,
+        )
+        try:
+            status: int | None = process.wait(_SECONDS)
+            deadline = time.monotonic() + _SECONDS_OF_BACKGROUND
+            while any(in_session(process.pid, str(folder))) and time.monotonic() < deadline:
+                time.sleep(0.02)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            kill_session(process.pid, str(folder))
+            process.wait()
+        messages.seek(max(0, messages.seek(0, os.SEEK_END) - _MOST_MESSAGES))
+        return status, messages.read().decode("utf-8", "replace")
 
 
 def _trainer_call(call: Sequence[str]) -> tuple[str, list[str]] | None:

@@ -1,10 +1,15 @@
 """Recipes as shell scripts: the shell expands them, nothing of them starts."""
 
+import os
+import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from recipe_arguments import RECIPES, arguments_of
 
+from verl_rc.config.verl import migration
 from verl_rc.config.verl.migration import arguments_of_script, is_recipe_script
 
 CALL = "python3 -m verl.trainer.main_ppo"
@@ -78,3 +83,62 @@ def test_scripts_are_distinguished_from_overrides(argument: str, expected: bool)
 @pytest.mark.parametrize("recipe", RECIPES[:3], ids=lambda recipe: recipe.stem)
 def test_our_recipes_say_what_they_say_to_python(recipe: Path) -> None:
     assert arguments_of_script(str(recipe), ["trainer.seed=5"]) == arguments_of(recipe, "trainer.seed=5")[2:]
+
+
+def running(mark: str) -> list[str]:
+    """Command lines of processes with this word."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = path.read_bytes().decode().split("\0")
+            if mark in words:
+                found.append(" ".join(words))
+    return found
+
+
+BACKGROUND = (
+    "{sleep} &",
+    "nohup {sleep} > /dev/null 2>&1 &",
+    "({sleep} &)",
+    "( ( {sleep} & ) & )",
+    "set -m; {sleep} &",
+    "{sleep} & disown",
+    "trap '' TERM HUP INT; {sleep} &",
+    "{setsid} {sleep} &",
+    "{setsid} -f {sleep}",
+    "env -i {sleep} &",
+    "(while true; do {sleep}; done) &",
+)
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["ends", "goes on"])
+@pytest.mark.parametrize("background", BACKGROUND)
+def test_what_a_script_leaves_in_the_background_ends_with_it(
+    background: str, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(migration, "_SECONDS_OF_BACKGROUND", 0.1)
+    mark = f"{987_000 + os.getpid()}.{len(background)}"
+    sleep = f"{shutil.which('sleep')} {mark}"
+    line = background.format(sleep=sleep, setsid=shutil.which("setsid"))
+    path = script(tmp_path, f"{CALL} a=1", line, *[f"{shutil.which('sleep')} 600"] * goes_on)
+    if goes_on:
+        monkeypatch.setattr(migration, "_SECONDS", 1)
+        with pytest.raises(ValueError, match="must end by itself"):
+            arguments_of_script(path)
+    else:
+        assert arguments_of_script(path) == ["a=1"]
+    deadline = time.monotonic() + 120
+    while (found := running(mark)) and time.monotonic() < deadline:
+        time.sleep(0.01)  # a killed process is there until it is reaped
+    assert found == []
+
+
+def test_a_trainer_in_the_background_is_recorded(tmp_path: Path) -> None:
+    path = script(tmp_path, f"nohup {CALL} a=1 > /dev/null 2>&1 &")
+    assert arguments_of_script(path) == ["a=1"]
+
+
+def test_a_script_that_says_too_much_is_cut_off(tmp_path: Path) -> None:
+    path = script(tmp_path, "while true; do printf '%01000000d\\n' 1; done >&2")
+    with pytest.raises(ValueError, match="must be a script that a bash can run"):
+        arguments_of_script(path)
