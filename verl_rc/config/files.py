@@ -65,16 +65,14 @@ def _below(folder: int, name: str, flags: int) -> int:
 
 
 @contextmanager
-def whole_or_absent(path: Path, permissions: int = 0o666) -> Iterator[BinaryIO]:
+def whole_or_absent(path: Path) -> Iterator[BinaryIO]:
     """A new file that takes the name ``path`` at the end of the block, and disappears after an error.
 
     Until then it has a name that nobody can foresee. A link at ``path`` is replaced, not followed.
-    ``permissions``: before the umask.
     """
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-    descriptor = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, permissions)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with beside.open("xb") as file:
             yield file
         beside.replace(path)
     finally:

@@ -26,7 +26,7 @@ class TokenLines:
         self._path = Path(path)
         self._beside = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}.partial")
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(os.open(self._beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w")  # noqa: SIM115
+        self._file = self._beside.open("x")
         self._line({"token_record": VERSION, "trainer": trainer, **facts})
 
     def write(

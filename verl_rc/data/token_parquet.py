@@ -72,7 +72,7 @@ def write_record(folder: Path, record: TokenRecord) -> Path:
     leaves = {name: f"{name}.list.element" if name in (*record.tokens, PROMPTS) else name for name in columns}
     split = [name for name in record.tokens if FIELDS[name].dtype.startswith("float")]
     path = record_path(folder, record.step)
-    with whole_or_absent(path, permissions=0o600) as file:
+    with whole_or_absent(path) as file:
         parquet.write_table(
             table,
             file,

@@ -87,7 +87,7 @@ class TokenRecorder:
             return
         self._claim.require()
         with record.stage("token_records"):
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
             write_record(self._folder, self._record(samples, evaluations, scored, control, step, why))
             thin_out(self._folder, self._settings.max_megabytes << 20, MOST_FILES, _KEPT)
 
@@ -188,7 +188,6 @@ class TokenRecorder:
             self._classes |= dict(zip(new_ids, classes, strict=True))
             if keeps_text:
                 path = self._folder / PIECES
-                path.touch(mode=0o600)
                 pieces = list(zip(new_ids, texts, classes, strict=True))
                 with path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"step": step, "pieces": pieces}) + "\n")

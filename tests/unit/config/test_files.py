@@ -134,23 +134,23 @@ def test_a_written_file_replaces_a_link_and_follows_none(folder: Path) -> None:
     assert (folder.parent / "secret").read_text() == "secret"
 
 
-@pytest.mark.parametrize("permissions", [0o600, 0o666])
-def test_permissions_are_below_the_umask(folder: Path, permissions: int) -> None:
+def test_permissions_are_those_of_the_umask(folder: Path) -> None:
     before = os.umask(0o027)
     try:
-        with whole_or_absent(folder / "page", permissions):
+        with whole_or_absent(folder / "page"):
             pass
     finally:
         os.umask(before)
-    assert stat.S_IMODE((folder / "page").stat().st_mode) == permissions & ~0o027
+    assert stat.S_IMODE((folder / "page").stat().st_mode) == 0o640
 
 
-def test_no_name_comes_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = []
-    true = os.open
-    monkeypatch.setattr(os, "open", lambda path, *rest: (names.append((path, rest[0])), true(path, *rest))[1])
+def test_no_name_comes_twice_and_none_is_opened_that_exists(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, true = [], Path.open
+    monkeypatch.setattr(Path, "open", lambda path, mode: (names.append((path, mode)), true(path, mode))[1])
     for _ in range(50):
         with whole_or_absent(folder / "page"):
             pass
     assert len({path for path, _ in names}) == 50
-    assert all(flags & os.O_EXCL for _, flags in names)
+    assert {mode for _, mode in names} == {"xb"}

@@ -2,9 +2,7 @@
 limits."""
 
 import json
-import os
 import random
-import stat
 import struct
 from contextlib import suppress
 from pathlib import Path
@@ -57,15 +55,6 @@ def test_log_ratios_are_trainer_less_engine() -> None:
     ratio = token_record(1, (2,), gap=0.5).log_ratio()
     assert ratio is not None
     np.testing.assert_allclose(ratio, [0.5, -0.5], atol=1e-6)
-
-
-def test_only_the_user_can_read_it(tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
-        path = write_record(tmp_path, token_record(1))
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_a_killed_run_leaves_whole_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
