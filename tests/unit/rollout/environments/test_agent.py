@@ -287,6 +287,43 @@ def test_an_agent_has_ended_when_its_process_has_whatever_that_leaves_behind() -
     assert (last.reward, last.done) == (0.5, True)
 
 
+@pytest.mark.parametrize("outputs", ["", "stdout=-3, stderr=-3, "])
+def test_a_daemon_costs_no_episode_and_is_counted(outputs: str) -> None:
+    """With and without outputs of its own."""
+    leave = f"import subprocess; subprocess.Popen(['sleep', '3600'], {outputs}start_new_session=True)"
+    script = f"import urllib.request as u, os, json; {_ONE_CALL}; {leave}; print(0.5)"
+    limits = HostLimits(step_seconds=60)
+    (last,) = replies(run(outcomes(host_of(limits, command=[sys.executable, "-c", script]), 1)))
+    assert (last.reward, last.done) == (0.5, True)
+    assert last.metrics == {"branches": 0.0, "left_processes": 1.0}
+
+
+def test_a_child_that_is_about_to_end_may_write_the_score() -> None:
+    script = f"import urllib.request as u, os, json; {_ONE_CALL}; os.system('(sleep .2; echo 0.25) &')"
+    (last,) = replies(run(outcomes(host_of(command=[sys.executable, "-c", script]), 1)))
+    assert last == Reply(reward=0.25, done=True, metrics={"branches": 0.0})
+
+
+def test_secrets_of_the_environment_reach_an_agent_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEARCH_API_KEY", "a")
+    monkeypatch.setenv("HF_TOKEN", "b")
+    script = f"import urllib.request as u, os, json; {_ONE_CALL}; print(sum(name in os.environ for name in "
+    script += "('SEARCH_API_KEY', 'HF_TOKEN', 'PATH', 'OPENAI_API_KEY')))"
+
+    def known(**arguments: Any) -> float:
+        host = host_of(command=[sys.executable, "-c", script], **arguments)
+        (last,) = replies(run(outcomes(host, 1)))
+        return last.reward
+
+    assert known() == 2.0
+    assert known(pass_env=["SEARCH_API_KEY"]) == 3.0
+    make = "verl_rc.rollout.environments.agent:Agent"
+    with pytest.raises(ValueError, match=r"arguments.pass_env must name .*\['NONE_SUCH'\] are not set"):
+        environment_class(make, {"command": "true", "pass_env": ["NONE_SUCH"]})
+    with pytest.raises(ValueError, match="pass_env belongs to a command"):
+        environment_class(make, {"function": PLAY, "pass_env": ["SEARCH_API_KEY"]})
+
+
 _ONE_CALL = (
     "u.urlopen(u.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', json.dumps({'messages': "
     "[{'role': 'user', 'content': 'x'}]}).encode(), {'Authorization': 'Bearer ' + "
