@@ -39,6 +39,8 @@ _TAIL_SECONDS = 1.0
 _KILL_SECONDS = 3.0
 """Time in which a supervisor kills an agent and all that it has started."""
 
+_MAX_WAITING = 512
+"""Number of calls of an episode without an answer. A client that disconnects leaves its call behind."""
 _KEY = "actor_rollout_ref.rollout.environment.arguments"
 _BRANCHES, _LEFT = "branches", "left_processes"
 _LIMIT_REACHED = (
@@ -122,7 +124,8 @@ class Agent(Environment):
         self._arrivals: asyncio.Queue[_PendingCall] = asyncio.Queue()
         self._endpoint: ChatEndpoint | None = None
         self._calls: list[_PendingCall] = []
-        """All calls, in the order of their arrival."""
+        """Calls without an answer, and those answered since the last one came, in the order of arrival."""
+        self._num_calls = 0
         self._current: _PendingCall | None = None
         """The call that the next turn answers, or the last turn has answered."""
         self._refusal = ""
@@ -131,7 +134,7 @@ class Agent(Environment):
 
     def __repr__(self) -> str:
         """Its name in messages."""
-        return f"Agent({self._name}, {len(self._calls)} calls)"
+        return f"Agent({self._name}, {self._num_calls} calls)"
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Opening:
         """See ``Environment``. Raises ``RuntimeError`` when the agent ends without a call."""
@@ -212,7 +215,8 @@ class Agent(Environment):
     async def _answer(self, body: Any) -> Mapping[str, Any]:
         """The response to a call. Raises ``RefusedCallError``."""
         try:
-            pending = self._pending(parse_call(body))
+            assert self._endpoint is not None
+            pending = self._pending(parse_call(body, self._endpoint.named_options))
         except RefusedCallError as refusal:
             self._refusal = str(refusal)
             raise
@@ -230,7 +234,11 @@ class Agent(Environment):
                 return pending
         if self._is_truncated:
             raise RefusedCallError(400, _LIMIT_REACHED)
+        self._calls = [pending for pending in self._calls if not pending.answer.done()]
+        if len(self._calls) >= _MAX_WAITING:
+            raise RefusedCallError(429, f"an episode may have {_MAX_WAITING} calls that wait for a turn.")
         self._calls.append(_PendingCall(call))
+        self._num_calls += 1
         self._arrivals.put_nowait(self._calls[-1])
         return self._calls[-1]
 

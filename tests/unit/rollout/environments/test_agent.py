@@ -18,6 +18,9 @@ import pytest
 from verl_rc.data.episode import Episode, Exchange, Opening, Turn
 from verl_rc.rollout.environment import EpisodeFailedError, Reply, environment_class
 from verl_rc.rollout.environment_host import Failure, Host, HostLimits, NeedsHistory, StepOutcome, StepResult
+from verl_rc.rollout.environments import agent as agent_module
+from verl_rc.rollout.environments.agent import Agent
+from verl_rc.rollout.environments.chat import ChatCall, RefusedCallError
 
 T = TypeVar("T")
 PLAY = "agents_of_a_user:play"
@@ -254,6 +257,35 @@ def test_a_client_that_gives_a_call_up_and_calls_again_gets_the_answer() -> None
     assert (reply.reward, reply.metrics) == (1.0, {"branches": 0.0})
 
 
+def test_only_calls_without_an_answer_are_kept() -> None:
+    async def kept() -> list[int]:
+        agent = Agent(function=PLAY, arguments={"turns": 6})
+        await agent.reset({}, 5)
+        numbers = []
+        for number in range(6):
+            numbers.append(len(agent._calls))
+            await agent.step(turn(number))
+        await agent.close()
+        return numbers
+
+    assert max(run(kept())) == 1
+
+
+def test_an_episode_may_have_so_many_calls_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_module, "_MAX_WAITING", 2)
+
+    async def called() -> None:
+        agent = Agent(function=PLAY)
+        first, _ = (agent._pending(ChatCall([{"role": "user", "content": text}], [])) for text in "ab")
+        with pytest.raises(RefusedCallError, match="an episode may have 2 calls that wait") as refusal:
+            agent._pending(ChatCall(H, []))
+        assert refusal.value.status == 429
+        first.answer.set_result({})
+        agent._pending(ChatCall(H, []))
+
+    run(called())
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
@@ -333,6 +365,7 @@ _HOST = f"""
 import asyncio, sys
 from verl_rc.data.episode import Episode, Turn
 from verl_rc.rollout.environments.agent import Agent
+from verl_rc.rollout.environments.chat import ChatCall, RefusedCallError
 
 async def main():
     agent = Agent(command={STUBBORN!r})
