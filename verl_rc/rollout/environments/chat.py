@@ -9,6 +9,7 @@ from typing import Any
 
 from verl_rc.config.errors import listed, shortened
 from verl_rc.data.episode import Turn
+from verl_rc.printable import printable
 from verl_rc.rollout.tool_environment import ToolCall, parse_hermes
 
 _PERMITTED: Mapping[str, Sequence[Any]] = {
@@ -76,7 +77,7 @@ def _warn_of(options: set[str], named: set[str]) -> None:
     unnamed, most = options - named, _MAX_NAMED - len(named)
     if not unnamed or most <= 0:
         return
-    names = listed(map(shortened, unnamed), most)
+    names = printable(listed(map(shortened, unnamed), most))
     have = "has" if len(unnamed) == 1 else "have"
     warnings.warn(
         f"{names} of an agent's calls {have} no effect: the run decides how tokens are drawn", stacklevel=3
