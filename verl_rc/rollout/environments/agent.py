@@ -171,8 +171,10 @@ class Agent(Environment):
         self._require_no_failure()
         ended = self._agent.result()
         score = _score(ended.score, self._name)
-        left = {_LEFT: float(ended.left_processes)} if ended.left_processes else {}
-        metrics = {**score.get("metrics", {}), _BRANCHES: 0.0, **left}
+        own = {_BRANCHES: 0.0}
+        if ended.left_processes:
+            own[_LEFT] = float(ended.left_processes)
+        metrics = {**own, **score.get("metrics", {}), **own}  # first, as a reply has a limit of metrics
         return Reply(reward=score["reward"], done=True, metrics=metrics)
 
     async def close(self) -> None:
