@@ -1,6 +1,5 @@
 """``python -m verl_rc.main_ppo key=value …``: train a policy with PPO and rollout correction."""
 
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from verl_rc.config.run import RunConfig
 from verl_rc.distributed.child_process import importing
 from verl_rc.driver.log import log, log_to_stdout
 from verl_rc.driver.stop import ending_on_sigterm
+from verl_rc.printable import write_error
 
 
 def train(config: RunConfig) -> None:
@@ -38,7 +38,7 @@ def _train(config: RunConfig) -> None:
     try:
         run_training(config, ray_started)
     except (CheckpointError, RayStartError) as error:  # a matter of the disk or the machine, not of the code
-        sys.stderr.write(f"the run ended: {error}\n")
+        write_error(f"the run ended: {error}\n")
         raise SystemExit(1) from None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from verl_rc.cli import after_a_run, before_a_run
 from verl_rc.cli.subcommand import USER_ERROR, Subcommand
+from verl_rc.printable import print_uncaught_exceptions, write_error
 
 SUBCOMMANDS: Mapping[str, Subcommand] = dict(
     sorted({**before_a_run.SUBCOMMANDS, **after_a_run.SUBCOMMANDS}.items())
@@ -23,10 +24,11 @@ _INSTEAD: Mapping[tuple[str, ...], str] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand that ``arguments`` (default: the command line) name; returns the exit status."""
+    print_uncaught_exceptions()
     given = sys.argv[1:] if arguments is None else list(arguments)
     for words, instead in _INSTEAD.items():
         if given[:1] == [words[0]] and set(words) <= set(given):
-            sys.stderr.write(f"verl-rc has no `{' '.join(words)}`: {instead}.\n")
+            write_error(f"verl-rc has no `{' '.join(words)}`: {instead}.\n")
             return USER_ERROR
     parser = build_parser()
     options, overrides = parser.parse_known_args(given)
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if subcommand.takes_configuration:
             raise
         message = " ".join(str(error).split())
-    sys.stderr.write(f"verl-rc {options.subcommand}: {message}\n")
+    write_error(f"verl-rc {options.subcommand}: {message}\n")
     return USER_ERROR
 
 

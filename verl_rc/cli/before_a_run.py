@@ -17,6 +17,7 @@ from verl_rc.cli.subcommand import (
     write_lines,
     write_result,
 )
+from verl_rc.printable import printable, write_error
 
 if TYPE_CHECKING:
     from verl_rc.config.run import RunConfig
@@ -76,7 +77,7 @@ def _explain(options: Options) -> None:
     except ValueError as error:
         raise user_error(str(error)) from None
     lines = _conversations(config) if config.actor_rollout_ref.rollout.converses else []
-    sys.stdout.write(plan_text(config, measured))
+    sys.stdout.write(printable(plan_text(config, measured)))
     write_lines(lines)
 
 
@@ -124,7 +125,7 @@ def _migrate(options: Options) -> None:
         sys.stdout.write(migration.recipe())
     else:
         write_lines(migration.overrides)
-    sys.stderr.write("".join(f"# {note}\n" for note in migration.notes))
+    write_error("".join(f"# {note}\n" for note in migration.notes))
 
 
 def _presets(options: Options) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_rc.printable import printable, write_error
+
 if TYPE_CHECKING:
     from verl_rc.config.run import RunConfig
 
@@ -67,7 +69,7 @@ def step_keywords(options: Options) -> dict[str, Any]:
 
 def write_lines(lines: Iterable[str]) -> None:
     """Print ``lines``."""
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
 
 
 def write_result(result: Any, as_json: bool) -> None:
@@ -83,7 +85,7 @@ def quieten_libraries() -> None:
 
 def user_error(message: str) -> SystemExit:
     """Print ``message``; the exception that ends the process with ``USER_ERROR``."""
-    sys.stderr.write(f"{message}\n")
+    write_error(f"{message}\n")
     return SystemExit(USER_ERROR)
 
 

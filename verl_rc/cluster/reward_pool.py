@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import wait
 from time import monotonic
 
+from verl_rc.config.schema import secret_variables
 from verl_rc.config.task import RewardConfig
-from verl_rc.distributed.child_process import ChildProcess, RemoteError
-from verl_rc.rewards import RewardError, RewardSample
+from verl_rc.distributed.child_process import ChildProcess, ProcessLostError, RemoteError
+from verl_rc.rewards import RewardError, RewardOutput, RewardSample
 from verl_rc.rewards.process import Result
 from verl_rc.workers.host import usable_cores
 
@@ -30,9 +31,12 @@ class RewardPool:
     def __init__(self, config: RewardConfig, start_timeout_seconds: float) -> None:
         """Start the processes and wait for the first to load the reward function.
 
-        Raises ``ValueError`` when it cannot be loaded, or not in time.
+        Raises ``ValueError`` when it cannot be loaded, or not in time, or when a variable of
+        ``reward.pass_env`` is not set.
         """
         self._config = config
+        self.hidden = secret_variables(os.environ, config.pass_env, "reward.pass_env")
+        """Names of the environment variables that the processes do not get."""
         self._start_timeout = start_timeout_seconds
         self._failed_starts = 0
         self._tolerated_failures = 0  # before the first start succeeds, another attempt would fail too
@@ -86,7 +90,7 @@ class RewardPool:
         self._starting.append(
             ChildProcess(
                 "verl_rc.rewards.process:LoadedReward",
-                _ONE_THREAD | os.environ,
+                {**_ONE_THREAD, **os.environ, **dict.fromkeys(self.hidden)},
                 wait=False,
                 timeout_seconds=self._start_timeout,
                 config=self._config,
@@ -110,7 +114,8 @@ class RewardPool:
             self._starting.remove(process)
             try:
                 process.answer()
-                problem = process.call("problem")
+                problem = process.call("problem", timeout_seconds=self._start_timeout)
+                is_async = not problem and process.call("is_async", timeout_seconds=self._start_timeout)
             except RemoteError as error:
                 process.kill()
                 self._failed_starts += 1
@@ -124,7 +129,7 @@ class RewardPool:
             if problem is not None:
                 process.kill()
                 raise ValueError(problem)
-            if process.call("is_async"):
+            if is_async:
                 self._answer_seconds = self._config.timeout_seconds + _CANCEL_SECONDS
             self._failed_starts = 0
             self._tolerated_failures = _TOLERATED_FAILURES
@@ -159,7 +164,7 @@ class RewardPool:
         """What a process has answered; it gets further samples, or is idle or replaced afterwards."""
         places = self._busy.pop(process)
         try:
-            answers: list[tuple[int, Result]] = process.answer()
+            answers = _checked(process.answer(), places)
         except RemoteError as error:
             self._replace(process)
             if len(places) > 1:
@@ -174,3 +179,16 @@ class RewardPool:
         self._busy.pop(process, None)
         process.kill()
         self._start()
+
+
+def _checked(answers: object, places: Sequence[int]) -> list[tuple[int, Result]]:
+    """The answers of a process. Raises ``ProcessLostError`` for anything but results of ``places``: a reward
+    function can write into its process's connection."""
+    checked: list[tuple[int, Result]] = []
+    for answer in answers if isinstance(answers, list) and answers else [None]:
+        match answer:
+            case (int(place), (RewardOutput() | RewardError()) as result) if place in places:
+                checked.append((place, result))
+            case _:
+                raise ProcessLostError("its process wrote something else than results into its connection")
+    return checked

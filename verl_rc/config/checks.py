@@ -401,6 +401,11 @@ def _conversations(config: RunConfig) -> Iterator[str]:
             f"{section}.environment has no effect without {section}.environment.name, but {options} was "
             "given; name one, or drop them."
         )
+    if rollout.allow_special_tokens and not rollout.converses:
+        yield (
+            f"{section}.allow_special_tokens=True has no effect without tools or an environment, whose texts "
+            "it is about; drop it."
+        )
     speakers = [f"{key}.enable=True"] if turns.enable else []
     if environment.name is not None:
         speakers.append(f"{section}.environment.name={environment.name}")

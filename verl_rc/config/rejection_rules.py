@@ -9,7 +9,7 @@ from typing import Literal
 
 from verl_rc.config.errors import nearest_key, shortened
 
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_NUMBER = re.compile(r"[+-]?(\d+(?:\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _SHAPES = "a number such as 2.0, a band such as 0.5_5.0, or a mapping such as {lower: 0.5, upper: 5.0}"
 
 

@@ -330,6 +330,9 @@ class RolloutConfig(StrictModel):
     """Tools."""
     environment: EnvironmentConfig = EnvironmentConfig()
     """An environment."""
+    allow_special_tokens: bool = False
+    """Let texts of tools and environments become special tokens where they spell one, such as
+    ``<|im_end|>``, which may then end a turn or begin another role's. False: they become ordinary tokens."""
     engine_kwargs: EngineKwargsConfig = EngineKwargsConfig()
     """Further arguments of the engine."""
     checkpoint_engine: CheckpointEngineConfig = CheckpointEngineConfig()

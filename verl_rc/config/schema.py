@@ -3,7 +3,7 @@
 import functools
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
@@ -181,6 +181,8 @@ _OPEN_SECTIONS = {
 """Sections with keys of the user's own, and what stands for a secret that a saved configuration does not have
 and the environment neither: null, or an error (a function of the user's own must not be called without it).
 The schema's own keys never hold secrets."""
+_NO_SECRETS = ("PWD",)
+"""Variables whose names look like a secret's; PWD is the working folder."""
 
 
 def public_values(config: StrictModel) -> dict[str, Any]:
@@ -222,6 +224,25 @@ def override_without_secrets(override: str) -> str:
 def looks_secret(name: str) -> bool:
     """Whether a key or a variable of this name may hold a password or a token."""
     return _SECRET_NAME.search(name) is not None
+
+
+def secret_variables(variables: Mapping[str, str], named: Sequence[str], key: str) -> list[str]:
+    """Names of the environment ``variables`` that may hold secrets, without those ``named`` by the user under
+    a ``key`` of the configuration.
+
+    Raises ``ValueError`` when one of these is not set.
+    """
+    unset = [name for name in named if name not in variables]
+    if unset:
+        raise ValueError(
+            f"{key} must name variables of the environment, but {unset} are not set; export them."
+        )
+    return [
+        name
+        for name, value in variables.items()
+        if name not in named
+        and ((looks_secret(name) and name not in _NO_SECRETS) or _CREDENTIALS_IN_URL.search(value))
+    ]
 
 
 def _from_environment(otherwise: str, name: str) -> str:

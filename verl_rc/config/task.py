@@ -143,6 +143,10 @@ class RewardConfig(StrictModel):
     any other is killed and replaced, and the sample counts as failed."""
     memory_limit_megabytes: int | None = Field(None, ge=256)
     """Limit of the address space of one such process, MiB; a call that needs more fails. null: no limit."""
+    pass_env: Annotated[list[str], OneOrMore] = []
+    """Environment variables that a function of your own gets although they may hold secrets, such as
+    ``JUDGE_API_KEY``. Variables are left out of its processes when their names end in key, token, password
+    and the like, or when their values are URLs with a password."""
     on_failure: Literal["stop", "score"] = "stop"
     """Action when a response cannot be scored: a call raises, hangs, kills its process or returns no number.
     ``stop``: the run stops with a message that names the sample (an asynchronous run samples the prompt once
@@ -169,6 +173,11 @@ class RewardConfig(StrictModel):
             raise ValueError(
                 "reward.reward_model.model_path belongs to reward.reward_model.enable=True, which needs it; "
                 f"got enable={self.reward_model.enable} and model_path={self.reward_model.model_path}"
+            )
+        if self.pass_env and self.custom_reward_function.path is None:
+            raise ValueError(
+                "reward.pass_env must be empty without reward.custom_reward_function.path, whose function "
+                f"gets these variables; got {self.pass_env}"
             )
         if self.max_concurrent > 1 and self.custom_reward_function.path is None:
             raise ValueError(

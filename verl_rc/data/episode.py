@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from numbers import Real
 from typing import Any
 
@@ -11,6 +12,10 @@ Message = Mapping[str, Any]
 """A chat message ``{role, content}``; the role of an environment's is user, tool or system."""
 TOOL_CALLS = "tool_calls"
 """The metric of a reply: calls that tools answered in it."""
+DROPPED_METRICS = "dropped_metrics"
+"""The metric that counts the others that a reply or a batch has no room for."""
+_MAX_METRICS = 100
+_LONGEST_NAME = 100
 EpisodeKey = tuple[int, int, int]
 """Number of the group, place of the sample in it, and attempt."""
 
@@ -62,7 +67,8 @@ class Reply:
     truncated: bool = False
     """The episode has ended at a limit: its sample counts as unfinished."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to be shown, by name."""
+    """Numbers to be shown, by name: at most 100 whose names have at most 100 characters.
+    ``dropped_metrics`` counts further ones."""
     opening: Opening | None = None
     """Another conversation, which the next turn answers in the place of ``messages``: it sees nothing of what
     was before."""
@@ -78,7 +84,7 @@ class Reply:
         """Copy everything into plain values, which checkpoints hold. Raise ``BadReplyError`` naming what is
         wrong."""
         metrics = {
-            str(name): _number(f"Reply.metrics[{name!r}]", value) for name, value in self.metrics.items()
+            name: _number(f"Reply.metrics[{name!r}]", value) for name, value in _bounded(self.metrics).items()
         }
         values = {
             "messages": _plain("Reply.messages", list(self.messages)),
@@ -117,6 +123,16 @@ class Reply:
         )
 
 
+def _bounded(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The first metrics, and the number of the others: an agent may give as many names as it likes."""
+    kept = {str(name): value for name, value in metrics.items() if len(str(name)) <= _LONGEST_NAME}
+    already = _number(DROPPED_METRICS, kept.pop(DROPPED_METRICS, 0.0))
+    dropped = len(metrics.keys() - {DROPPED_METRICS}) - min(len(kept), _MAX_METRICS)
+    if dropped or already:
+        return {**dict(islice(kept.items(), _MAX_METRICS)), DROPPED_METRICS: already + dropped}
+    return kept
+
+
 def _plain(name: str, value: object) -> Any:
     try:
         return plain(value)
@@ -129,7 +145,7 @@ def _plain(name: str, value: object) -> Any:
 def _number(name: str, value: object) -> float:
     number = unwrapped(value)
     if not isinstance(number, Real) or not is_finite(number):
-        raise BadReplyError(f"{name} must be a finite number, got {value!r}.")
+        raise BadReplyError(f"{name} must be a finite number, got {value!r:.200}.")
     return float(number)
 
 

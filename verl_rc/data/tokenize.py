@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, Pre
 from verl_rc.config.models import model_source
 from verl_rc.data.episode import Opening
 from verl_rc.data.records import RecordFile, check_messages
+from verl_rc.data.special_tokens import SpecialTokens
 
 _REMOTE_CODE_PACKAGE = "transformers_modules"
 _SHOWN_CHARACTERS = 200
@@ -114,22 +115,44 @@ def encode_prompt(
 
 
 def encode_opening(
-    tokenizer: Any, opening: Opening, template_arguments: Mapping[str, Any] | None = None
+    tokenizer: Any,
+    opening: Opening,
+    template_arguments: Mapping[str, Any] | None = None,
+    allow_special_tokens: bool = False,
 ) -> list[int]:
-    """Token ids of an environment's ``opening``, up to the start of the assistant's answer."""
-    tools = {"tools": [dict(tool) for tool in opening.tools]} if opening.tools else {}
-    return encode_prompt(tokenizer, opening.messages, {**(template_arguments or {}), **tools})
+    """Token ids of an environment's ``opening``, up to the start of the assistant's answer.
+
+    Unless ``allow_special_tokens``, special tokens that its texts spell become ordinary tokens. Raises
+    ``ValueError`` where they cannot.
+    """
+    special = None if allow_special_tokens else SpecialTokens(tokenizer)
+    texts = {"messages": list(opening.messages), "tools": list(opening.tools)}
+    mark = ""
+    if special is not None:
+        texts, mark = special.cut(texts)
+    tools = {"tools": [dict(tool) for tool in texts["tools"]]} if texts["tools"] else {}
+    arguments = {"add_generation_prompt": True, **(template_arguments or {}), **tools}
+    token_ids = encode_messages(tokenizer, texts["messages"], arguments, special, mark)
+    if special is not None:
+        neutral = _render(tokenizer, _with_contents(texts["messages"], "x"), arguments)
+        special.require_no_more(token_ids, special.tokenize(neutral, mark))
+    return token_ids
 
 
 def encode_messages(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], template_arguments: Mapping[str, Any] | None = None
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    template_arguments: Mapping[str, Any] | None = None,
+    special: SpecialTokens | None = None,
+    mark: str = "",
 ) -> list[int]:
-    """Token ids of a whole conversation under the chat template.
+    """Token ids of a whole conversation under the chat template. ``special`` has put ``mark`` into it.
 
     Raises ``ValueError`` when the template cannot render it, or leaves out a message that is not the
     assistant's.
     """
-    token_ids = _tokenize(tokenizer, _render_whole(tokenizer, messages, template_arguments or {}))
+    text = _render_whole(tokenizer, messages, template_arguments or {})
+    token_ids = _tokenize(tokenizer, text) if special is None else special.tokenize(text, mark)
     if not token_ids:
         raise ValueError(
             f"the chat template must render {reprlib.repr(messages)} to at least one token, but gives none."
@@ -211,6 +234,13 @@ _TURNS = (
 """Texts of a turn with different ends, on which nothing that follows may depend."""
 
 
+def _with_contents(messages: Sequence[Mapping[str, Any]], content: str) -> list[dict[str, Any]]:
+    """The messages with other contents."""
+    return [
+        {**message, "content": content} if message.get("content") else dict(message) for message in messages
+    ]
+
+
 class ContinuationEncoder:
     """Encodes the messages after a turn of the assistant: the tokens between the stop token that ended it and
     the start of its next turn.
@@ -225,14 +255,17 @@ class ContinuationEncoder:
         tokenizer: Any,
         template_arguments: Mapping[str, Any] | None = None,
         stop_token_ids: Sequence[int] = (),
+        allow_special_tokens: bool = False,
     ) -> None:
-        """``stop_token_ids``: tokens that end a turn, besides EOS."""
+        """``stop_token_ids``: tokens that end a turn, besides EOS. ``allow_special_tokens``: those that
+        replies spell; else they become ordinary tokens."""
         self._tokenizer = tokenizer
+        self._special = None if allow_special_tokens else SpecialTokens(tokenizer, stop_token_ids)
         self._arguments = {**(template_arguments or {}), "add_generation_prompt": True}
         texts = tokenizer.convert_ids_to_tokens([tokenizer.eos_token_id, *stop_token_ids])
         self._stop_tokens = list(dict.fromkeys(text for text in texts if text))
         self._before: Sequence[Mapping[str, Any]] = _QUESTION
-        self._tried: set[tuple[tuple[str, ...], ...]] = set()
+        self._tried: dict[tuple[tuple[str, ...], ...], list[int]] = {}
 
     def behind(
         self,
@@ -254,16 +287,26 @@ class ContinuationEncoder:
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of messages that answer the turn, up to the start of the next turn.
 
-        Raises ``ValueError`` when they depend on the turn, or lack what a message says.
+        Raises ``ValueError`` when they depend on the turn, lack what a message says, or hold special tokens
+        that a message spells.
         """
         kind = tuple((message["role"], *sorted(message)) for message in messages)
         if kind not in self._tried:  # a short content could be in the template's own text by chance
             probes = [{**message, "content": f"{index}{_PROBE}"} for index, message in enumerate(messages)]
-            self._following(probes)
-            self._tried.add(kind)
-        stop, text = self._following(messages)
+            self._tried[kind] = self._tokens(*self._following(probes))
+        if self._special is None:
+            return self._tokens(*self._following(messages))
+        marked, mark = self._special.cut(list(messages))
+        token_ids = self._tokens(*self._following(marked), mark)
+        if self._special.count(token_ids) > self._special.count(self._tried[kind]):
+            neutral = self._tokens(*self._following(_with_contents(marked, "x")), mark)
+            self._special.require_no_more(token_ids, neutral)
+        return token_ids
+
+    def _tokens(self, stop: str, text: str, mark: str = "") -> list[int]:
         # From a special token on, text is tokenised as it is within the conversation.
-        token_ids = _tokenize(self._tokenizer, stop + text)
+        text = stop + text
+        token_ids = self._special.tokenize(text, mark) if self._special else _tokenize(self._tokenizer, text)
         return token_ids[token_ids.index(self._tokenizer.convert_tokens_to_ids(stop)) + 1 :]
 
     def require_roles(self, roles: Sequence[str]) -> None:

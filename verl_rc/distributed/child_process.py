@@ -9,6 +9,7 @@ import gc
 import importlib
 import math
 import os
+import reprlib
 import signal
 import subprocess
 import sys
@@ -21,6 +22,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from verl_rc.distributed.messages import GarbledError, receive, send
+from verl_rc.distributed.supervisor import PR_SET_PDEATHSIG, supervised
+
 _PACKAGE_ROOT = Path(__file__).absolute().parents[2]
 # Not -m: what it sends must not be of a module __main__. The working directory, which -c puts first in the
 # path as an empty name, may hold another copy of the package.
@@ -29,8 +33,8 @@ _PROGRAM = (
     "from verl_rc.distributed.child_process import main; main()"
 )
 _EXIT_SECONDS = 5.0
-_PR_SET_PDEATHSIG = 1
-"""Linux: the signal that a process gets when its parent ends."""
+_KILL_SECONDS = 10.0
+"""Time in which a supervisor kills a process and all that it has started."""
 
 
 class RemoteError(RuntimeError):
@@ -54,28 +58,30 @@ class HangError(ProcessLostError):
 class ChildProcess:
     """An object in a new Python process of this machine, called through a pipe.
 
-    The process and its children can be killed at any moment. It is not forked: a fork would inherit locks
-    that Ray's threads hold. The kernel kills it when the thread that started it ends.
+    The process and all that it has started can be killed at any moment, and end with the thread that started
+    it. It is not forked: a fork would inherit locks that Ray's threads hold.
     """
 
     def __init__(
         self,
         target: str,
-        environment: Mapping[str, str],
+        environment: Mapping[str, str | None],
         wait: bool = True,
         timeout_seconds: float = math.inf,
         **arguments: Any,
     ) -> None:
-        """Construct ``module:callable`` in the process; ``environment`` is added to the current one.
+        """Construct ``module:callable`` in the process; ``environment`` is added to the current one, without
+        what is None in it.
 
         With ``wait=False`` the first ``answer``, due within ``timeout_seconds``, reports the construction.
         """
         self.connection, theirs = Pipe()
+        variables = {**os.environ, **environment, "PYTHONPATH": python_path()}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid())],
+            supervised([sys.executable, "-c", _PROGRAM, str(theirs.fileno())]),
             pass_fds=[theirs.fileno()],
-            env={**os.environ, **environment, "PYTHONPATH": python_path()},
-            start_new_session=True,  # a group of processes that can be killed as one
+            env={name: value for name, value in variables.items() if value is not None},
+            start_new_session=True,  # keys of a terminal do not reach it
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
@@ -87,12 +93,12 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Number of the process."""
+        """Number of its supervisor, whose first child it is."""
         return self._process.pid
 
-    def call(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, *arguments: Any, timeout_seconds: float = math.inf) -> Any:
         """Call a method of the object and wait for its result."""
-        self.ask(method, *arguments)
+        self.ask(method, *arguments, timeout_seconds=timeout_seconds)
         return self.answer()
 
     def ask(self, method: str, *arguments: Any, timeout_seconds: float = math.inf) -> None:
@@ -103,25 +109,30 @@ class ChildProcess:
         self._timeout_seconds = timeout_seconds
         self.deadline = time.monotonic() + timeout_seconds
         """Deadline of the answer, in seconds of ``time.monotonic``."""
-        with suppress(OSError):  # the process has died: ``answer`` raises
-            self.connection.send(message)
+        with suppress(OSError):  # the process has died, or is late (TimeoutError): ``answer`` raises
+            send(self.connection, message, self.deadline)
 
     def answer(self) -> Any:
         """Wait for the result of the oldest pending call.
 
         Raises ``RemoteError`` with the traceback when the call failed, ``ProcessLostError`` with the reason
-        when the process ended, and ``HangError`` at the deadline.
+        when the process ended or wrote something else, and ``HangError`` at the deadline. After the last two
+        the process must be killed.
         """
-        remaining = max(0.0, self.deadline - time.monotonic())
         try:
-            if not self.connection.poll(remaining if math.isfinite(remaining) else None):
-                raise HangError(f"it took longer than {self._timeout_seconds:g} s")
-            result, error = self.connection.recv()
+            message = receive(self.connection, self.deadline)
+        except TimeoutError:
+            raise HangError(f"it took longer than {self._timeout_seconds:g} s") from None
+        except GarbledError as error:
+            raise ProcessLostError(f"its process wrote into its connection: {error}") from None
         except (EOFError, OSError):
             raise ProcessLostError(self._exit_reason()) from None
-        if error is not None:
-            raise RemoteError(error)
-        return result
+        match message:
+            case (result, None):
+                return result
+            case (None, str(failure)):
+                raise RemoteError(failure)
+        raise ProcessLostError(f"its process wrote into its connection: {reprlib.repr(message)}")
 
     def end(self, seconds: float = 20.0) -> None:
         """End the process in an orderly way; kill it when it does not end in time."""
@@ -131,10 +142,13 @@ class ChildProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the process and its children."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        """Kill the process and all that it has started."""
+        self._process.terminate()
+        try:
+            self._process.wait(_KILL_SECONDS)
+        except subprocess.TimeoutExpired:  # something is there that cannot be killed
+            self._process.kill()
+            self._process.wait()
         self.connection.close()
 
     def _exit_reason(self) -> str:
@@ -183,15 +197,14 @@ def die_with(parent: int) -> None:
     For the kernel the parent is the thread that started this process: that thread must live on. The signal is
     SIGKILL, because a process that waits in a collective runs no Python signal handler.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before prctl
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
     """The child: construct the object, then answer calls until the other end closes."""
-    descriptor, parent = map(int, sys.argv[1:])
-    die_with(parent)
+    descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)  # processes that the object starts must not keep it open
     with Connection(descriptor) as pipe, suppress(EOFError, ConnectionError):
         current_process().authkey, sys.path[:] = pipe.recv()

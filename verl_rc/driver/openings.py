@@ -8,6 +8,7 @@ from typing import Any
 from verl_rc.config.task import DataConfig
 from verl_rc.data.dataset import PromptRow, fit_prompt
 from verl_rc.data.episode import Opening
+from verl_rc.data.special_tokens import SpecialTokenError
 from verl_rc.data.tokenize import encode_opening
 from verl_rc.event_loop import EventLoop
 from verl_rc.rollout.conversation import MAX_ATTEMPTS
@@ -22,10 +23,13 @@ class OverlongOpeningError(EpisodeFailedError):
 class Openings:
     """Asks hosts what episodes open with, and encodes it: once for all samples of a prompt."""
 
-    def __init__(self, hosts: Hosts, tokenizer: Any, data: DataConfig) -> None:
+    def __init__(
+        self, hosts: Hosts, tokenizer: Any, data: DataConfig, allow_special_tokens: bool = False
+    ) -> None:
         self.hosts = hosts
         self._tokenizer = tokenizer
         self._data = data
+        self._allow_special_tokens = allow_special_tokens
         self._loop = EventLoop("openings")
 
     def open(self, rows: Sequence[tuple[PromptRow, int]]) -> list[PromptRow | EpisodeFailedError]:
@@ -53,10 +57,15 @@ class Openings:
                 failure = error
         return failure
 
-    def _encoded(self, row: PromptRow, opening: Opening | None) -> PromptRow | OverlongOpeningError:
+    def _encoded(self, row: PromptRow, opening: Opening | None) -> PromptRow | EpisodeFailedError:
         if opening is None:
             return row
-        token_ids = encode_opening(self._tokenizer, opening, self._data.apply_chat_template_kwargs)
+        try:
+            token_ids = encode_opening(
+                self._tokenizer, opening, self._data.apply_chat_template_kwargs, self._allow_special_tokens
+            )
+        except SpecialTokenError as error:
+            return EpisodeFailedError(f"the opening of an episode of row {row.row_index}: {error}")
         where, limit = f"the opening of an episode of row {row.row_index}", self._data.max_prompt_length
         if self._data.filter_overlong_prompts and len(token_ids) > limit:
             return OverlongOpeningError(

@@ -1,8 +1,10 @@
 """Whole groups are scored and decided; decided groups become what a step trains on."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -15,7 +17,7 @@ from verl_rc.config.algorithm import REWARD_METRICS, FilterGroupsConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.config.task import RewardKwargsConfig
 from verl_rc.data.dataset import PromptRow
-from verl_rc.data.episode import Reply
+from verl_rc.data.episode import DROPPED_METRICS, Reply
 from verl_rc.data.groups import Group, Scores
 from verl_rc.data.parts import token_ids
 from verl_rc.data.rollout_batch import build_rollout_batch
@@ -31,6 +33,7 @@ from verl_rc.driver.step_record import StepRecord, StepTokens
 from verl_rc.rewards import ENVIRONMENT_PREFIX, FAILURE_COLUMN, OVERLONG_COLUMNS, RewardError
 
 Replies = Sequence[Reply]
+_MAX_COLUMNS = 200
 
 
 # whole groups
@@ -94,11 +97,22 @@ def _scores_of_function(scorer: ResponseScorer, rows: Sequence[PromptRow], texts
 def _environment_columns(episodes: Sequence[Replies]) -> dict[str, list[object]]:
     """The metrics of each episode's replies, summed over its turns; None where no reply has one.
 
-    ``acc`` keeps its name, which validation reads; others are called ``env/NAME``.
+    ``acc`` keeps its name, which validation reads; others are called ``env/NAME``. Of more than 200 names the
+    most frequent are shown, and ``env/dropped_metrics`` counts the others.
     """
-    names = sorted({name for replies in episodes for reply in replies for name in reply.metrics})
+    names = [{name for reply in replies for name in reply.metrics} for replies in episodes]
+    counts = Counter(chain.from_iterable(names))
+    counts.pop(DROPPED_METRICS, None)
+    shown = sorted(sorted(counts), key=lambda name: -counts[name])[:_MAX_COLUMNS]
+    dropped = counts.keys() - set(shown)
     columns: dict[str, list[object]] = {}
-    for name in names:
+    numbers_dropped = [
+        math.fsum(reply.metrics.get(DROPPED_METRICS, 0.0) for reply in replies) + len(dropped & of_episode)
+        for replies, of_episode in zip(episodes, names, strict=True)
+    ]
+    if any(numbers_dropped):
+        columns[f"{ENVIRONMENT_PREFIX}{DROPPED_METRICS}"] = list(numbers_dropped)
+    for name in sorted(shown):
         values = [[one.metrics[name] for one in replies if name in one.metrics] for replies in episodes]
         column: list[object] = [math.fsum(value) if value else None for value in values]
         columns[name if name == "acc" else f"{ENVIRONMENT_PREFIX}{name}"] = column

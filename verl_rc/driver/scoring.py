@@ -145,6 +145,8 @@ def open_scorer(
         if any(may_hang(config, source) for source in sources)
         else None
     )
+    if pool is not None and pool.hidden and _has_function(config):
+        log("reward: the function does not get %s (see reward.pass_env)", ", ".join(sorted(pool.hidden)))
     try:
         if building:
             with log_wait("the reward model"):

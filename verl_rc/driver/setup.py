@@ -219,6 +219,7 @@ def _with_environment(
     Raises ``ValueError`` when the tools or the environment cannot be made.
     """
     rollout, data = config.actor_rollout_ref.rollout, config.data
+    allow_special_tokens = rollout.allow_special_tokens
     if not rollout.converses:
         return data, None
     arguments = template_arguments(rollout.multi_turn, data.apply_chat_template_kwargs)
@@ -226,7 +227,7 @@ def _with_environment(
     host = open_host(rollout)  # wherever environments run, a mistake in their keys is seen here
     if rollout.environment.name is None:
         return data, None
-    return data, Openings(hosts or LocalHosts(host), tokenizer, data)
+    return data, Openings(hosts or LocalHosts(host), tokenizer, data, allow_special_tokens)
 
 
 def _scored_sources(

@@ -29,7 +29,7 @@ def last_answer(solution_str: str, ground_truth: Any) -> dict[str, Any]:
 
 
 _ANSWER = re.compile(
-    r"####\s*\$?\s*(-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|-?\.[0-9]+)"
+    r"####\s*(?:\$\s*)?(-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|-?\.[0-9]+)"
     r"((?:[.,/:]|[ \t]*[-+*×÷/^=:][ \t]*)\$?[0-9.]\S*|[eE][-+]?[0-9]+|[ \t]+[0-9]+/[0-9]+"
     r"|[ \t]*\\(?:[dt]?frac|times|cdot|div)\S*)?"
 )
@@ -64,7 +64,8 @@ def _as_number(text: str) -> Decimal | None:
 
 _DAPO_TAIL = 300
 _DAPO_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
-_BLANKS = r"(?:\s|\\[ ,;:!])*"
+_BLANKS = r"(?<!\s)(?<!\\[ ,;:!])(?<!\\(?= ))(?:\s|\\[ ,;:!])*"
+"""Blanks from the first one of a run on: a search from every one would take the square of their number."""
 _UNITS = r"dollars?|points?|integers?|weeks?|foot|centimeters?|(?:mm|cm|km|m|in|ft)\s*\^\s*\{?[23]\}?"
 _IGNORED = re.compile(
     "|".join(
@@ -77,6 +78,8 @@ _IGNORED = re.compile(
 )
 """Percent signs, degree signs and units that verl's scorers ignore and math-verify, inside ``\\boxed{}``,
 stumbles over."""
+_LONGEST_ANSWER = 2_000
+"""Characters of a mathematical answer that may be right. math-verify takes seconds for more."""
 _NUMBER_AS_TEXT = re.compile(r"\\text(?:bf)?\{\s*([-+]?[0-9.,]+)\s*\}")
 
 
@@ -150,9 +153,9 @@ def _means_the_same(answer: str | None, ground_truth: str) -> bool:
             "the ground truth of a math problem must be something math-verify can read as mathematics, or "
             f"words, got {ground_truth!r}."
         )
-    return answer is not None and bool(
-        verifier.verify(expected, parsed(answer), timeout_seconds=None, raise_on_error=False)
-    )
+    if answer is None or len(answer) > _LONGEST_ANSWER:
+        return False
+    return bool(verifier.verify(expected, parsed(answer), timeout_seconds=None, raise_on_error=False))
 
 
 def _plain(text: str) -> str:

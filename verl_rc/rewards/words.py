@@ -8,10 +8,10 @@ _LETTER = r"[^\W\d_]"
 _BLANK = r"(?:\s|~|\\[ ,;:!])"
 _COMMAND = r"\\(?:text(?:normal|bf|it|rm|sf|tt)?|math(?:rm|it|bf|sf|tt)|mbox|emph|operatorname\*?)\s*"
 _TEXT = re.compile(rf"{_COMMAND}\{{([^{{}}]*)\}}")
-_TEXT_OF_SEVERAL = re.compile(rf"{_COMMAND}\{{([^{{}}]*(?:,|\band\b|\bor\b)[^{{}}]*)\}}")
 _TEXT_AT_END = re.compile(rf"(\S?)\s*{_TEXT.pattern}(?:\^\{{?\d\}}?)?$")
-_SEPARATOR = re.compile(r"((?:[,;=]|\band\b|\bor\b)(?![^{}]*(?<!\\)\}))")
-"""What separates the parts of a text, outside braces (those of a set are ``\\{`` and ``\\}``)."""
+_SEPARATOR_IN_TEXT = re.compile(r",|\band\b|\bor\b")
+_SEPARATOR = re.compile(r"[,;=]|\band\b|\bor\b")
+_BETWEEN_BRACES = re.compile(r"[^{}]+")
 _PHRASE = rf"{_LETTER}+(?:(?:{_BLANK}|[-'’.])+{_LETTER}+)*"
 _LETTERS_ALONE = re.compile(rf"((?:{_BLANK}|[(\[]|\\\{{)*)({_PHRASE})((?:{_BLANK}|[.)\]]|\\\}})*)")
 _OF_NO_FORMULA = r"[^\W\d_a-zA-Zα-ωΑ-Ω]"
@@ -36,9 +36,26 @@ def words_as_symbols(text: str) -> str:
     words of four letters. What math-verify takes off as a unit behind a number stays, but for variables:
     ``2t`` is not 2.
     """
-    *parts, last = _SEPARATOR.split(_TEXT_OF_SEVERAL.sub(r"\1", text.strip()))
+    *parts, last = _cut(_TEXT.sub(_text_of_several, text.strip()))
     separated = zip(parts[::2], parts[1::2], strict=True)
     return "".join(_part(part) + separator for part, separator in separated) + _last_part(last)
+
+
+def _text_of_several(command: re.Match[str]) -> str:
+    return command[1] if _SEPARATOR_IN_TEXT.search(command[1]) else command[0]
+
+
+def _cut(text: str) -> list[str]:
+    r"""The parts of ``text`` with the separators between them; none inside braces (those of a set are ``\\{``
+    and ``\\}``)."""
+    pieces, start = [], 0
+    for run in _BETWEEN_BRACES.finditer(text):
+        if text.startswith("}", run.end()) and not run[0].endswith("\\"):
+            continue
+        for separator in _SEPARATOR.finditer(text, *run.span()):
+            pieces += [text[start : separator.start()], separator[0]]
+            start = separator.end()
+    return [*pieces, text[start:]]
 
 
 def _last_part(part: str) -> str:

@@ -30,7 +30,9 @@ def check_chat_template(config: RunConfig, tokenizer: Any = None) -> list[str]:
     if tokenizer is None:
         tokenizer = load_tokenizer(path, config.data.trust_remote_code)
     arguments = template_arguments(rollout.multi_turn, config.data.apply_chat_template_kwargs)
-    encoder = ContinuationEncoder(tokenizer, arguments, stop_token_ids(tokenizer, path))
+    encoder = ContinuationEncoder(
+        tokenizer, arguments, stop_token_ids(tokenizer, path), rollout.allow_special_tokens
+    )
     notes = []
     if unread_arguments(tokenizer.chat_template, arguments.keys() & {"tools"}):
         notes.append("it does not read the descriptions of tools: prompts must say what the tools are")

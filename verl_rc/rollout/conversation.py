@@ -89,13 +89,17 @@ class Conversations:
         max_turns: int | None = None,
         host_timeout_seconds: float | None = None,
         stop_token_ids: Sequence[int] = (),
+        allow_special_tokens: bool = False,
     ) -> None:
         """``host_timeout_seconds``: limit of a host's answer, for hosts that an environment blocks.
         ``stop_token_ids``: tokens that end a turn, besides EOS."""
         self._tokenizer = tokenizer
         self._hosts = hosts
         self._template_arguments = template_arguments
-        self._encoder = ContinuationEncoder(tokenizer, template_arguments, stop_token_ids)
+        self._encoder = ContinuationEncoder(
+            tokenizer, template_arguments, stop_token_ids, allow_special_tokens
+        )
+        self._allow_special_tokens = allow_special_tokens
         self._max_turns = max_turns
         self._host_timeout = host_timeout_seconds
         self._loop = EventLoop("conversations")
@@ -114,6 +118,7 @@ class Conversations:
             environment.max_turns,
             timeout,
             stop_token_ids(tokenizer, options.tokenizer_path),
+            options.rollout.allow_special_tokens,
         )
 
     def request_reply(
@@ -160,7 +165,9 @@ class Conversations:
             tokens = (
                 self._encoder_behind(episode, sample.replies).encode(reply.messages)
                 if opening is None
-                else encode_opening(self._tokenizer, opening, self._template_arguments)
+                else encode_opening(
+                    self._tokenizer, opening, self._template_arguments, self._allow_special_tokens
+                )
             )
         except ValueError as error:
             raise EpisodeFailedError(f"the environment's reply to turn {turn.number}: {error}") from error

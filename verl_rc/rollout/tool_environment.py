@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +11,6 @@ from verl_rc.config.rollout import MultiTurnConfig
 from verl_rc.data.episode import TOOL_CALLS, Reply, Turn
 from verl_rc.rollout.environment import Environment
 from verl_rc.rollout.tools import Tool, call_tool, find_tools
-
-_HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_TAG = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -34,7 +30,19 @@ Parser = Callable[[str], list[ParsedCall]]
 def parse_hermes(text: str) -> list[ParsedCall]:
     """Calls ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, the format of Hermes and Qwen chat
     templates."""
-    return [_hermes_call(body) for body in _HERMES.findall(text)]
+    return [_hermes_call(body) for body in _bodies(text, "tool_call")]
+
+
+def _bodies(text: str, tag: str) -> Iterator[str]:
+    """The text between each ``<tag>`` and the next ``</tag>``. One pass: a regular expression searches the
+    whole text behind each opening without an end."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    end = 0
+    while (start := text.find(opening, end)) >= 0:
+        start += len(opening)
+        if (end := text.find(closing, start)) < 0:
+            return
+        yield text[start:end]
 
 
 def _hermes_call(body: str) -> ParsedCall:
@@ -56,7 +64,7 @@ def tag_parser(tool: Tool) -> Parser:
     """The parser of calls ``<tool>text</tool>`` to a single tool with one argument, the text: a short format
     for small models."""
     (argument,) = tool.parameters
-    return lambda text: [ToolCall(tool.name, {argument: body}) for body in _TAG.findall(text)]
+    return lambda text: [ToolCall(tool.name, {argument: body}) for body in _bodies(text, "tool")]
 
 
 def choose_parser(config: MultiTurnConfig, tools: Mapping[str, Tool]) -> Parser:

@@ -8,6 +8,7 @@ import operator
 import queue
 import reprlib
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 
 from verl_rc.config.errors import nearest_key
 from verl_rc.config.user_code import import_attribute
+from verl_rc.printable import write_error
 from verl_rc.rollout.environment import EpisodeFailedError
 
 
@@ -177,9 +179,10 @@ def call_tool(tool: Tool, arguments: Mapping[str, Any], timeout_seconds: float) 
     def run() -> None:
         try:
             answers.put(tool.call(arguments))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  (the caller raises it)
             answers.put(error)
-            raise  # so that this thread prints the traceback
+            write_error(traceback.format_exc())
+            raise SystemExit from None  # of this thread, whose traceback is written
 
     # Python cannot stop a thread: a hanging daemon thread does not keep the process alive.
     threading.Thread(target=run, name="tools", daemon=True).start()

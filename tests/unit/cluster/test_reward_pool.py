@@ -64,6 +64,26 @@ def leave(argument, folder):
 def sys_exit(argument, folder):
     sys.exit(int(argument))
 
+def daemon(argument, folder):
+    program = f"import os, time; open({argument!r}, 'w').write(str(os.getpid())); time.sleep(3600)"
+    subprocess.run(["setsid", "--fork", sys.executable, "-c", program], check=True)
+    while not (os.path.exists(argument) and open(argument).read()):
+        time.sleep(0.01)
+    return 1.0
+
+def write(argument, folder):
+    os.write(int(sys.argv[1]), bytes.fromhex(argument))
+    time.sleep(3600)
+
+def pickled(argument, folder):
+    import pickle, struct
+    data = pickle.dumps((eval(argument), None))
+    os.write(int(sys.argv[1]), struct.pack("!i", len(data)) + data)
+    time.sleep(3600)
+
+def variable(argument, folder):
+    return {"score": 1.0, "value": os.environ.get(argument)}
+
 def crash(argument, folder):
     os.kill(os.getpid(), signal.SIGSEGV)
 
@@ -165,6 +185,14 @@ def test_results_belong_to_their_samples_and_columns_arrive(pool: RewardPool) ->
             "complain lost",
             r"raised KeyError: 'lost' \(.*mine.py:\d+, in complain\) for row 101 \(data_source 'mine'",
         ),
+        (
+            "write 6a756e6b",
+            "the reward function did not return, its process wrote into its connection: .* row 101 ",
+        ),
+        ("write 000000046a756e6b", "its process wrote into its connection: a message must be a pickle"),
+        ("pickled 5", "its process wrote something else than results into its connection, for row 101 "),
+        ("pickled []", "its process wrote something else than results into its connection, for row 101 "),
+        ("pickled [(77,None)]", "its process wrote something else than results into its connection"),
         ("interrupt", r"the reward function did not return, its process .* for row 101 "),
         ("close_all", r"the reward function did not return, its process .* for row 101 "),
         ("recurse", r"raised RecursionError: .* for row 101 "),
@@ -204,6 +232,47 @@ def test_calls_that_hang_are_killed_with_all_they_started(
         assert time.monotonic() < deadline, "the reward function's child is still running"
         time.sleep(0.05)
     assert scores_of(pool, "score 1", "score 2") == [1, 2]
+
+
+def test_half_a_message_counts_as_a_hang(open_pool: Callable[..., RewardPool]) -> None:
+    pool = open_pool(timeout_seconds=1)
+    first, half, beginning = results_of(pool, "score 1", "write 00000040aa", "write 0000")
+    assert isinstance(first, RewardOutput)
+    assert "it took longer than 1 s, for row 101 " in str(half)
+    assert "it took longer than 1 s, for row 102 " in str(beginning)
+
+
+def test_daemons_of_reward_functions_end_with_the_pool(
+    open_pool: Callable[..., RewardPool], tmp_path: Path
+) -> None:
+    pool = open_pool()
+    assert scores_of(pool, f"daemon {tmp_path / 'pid'}") == [1.0]
+    daemon = Path(f"/proc/{(tmp_path / 'pid').read_text()}")
+    assert daemon.exists()
+    pool.close()
+    assert not daemon.exists()
+
+
+def test_secrets_of_the_environment_reach_a_function_only_by_name(
+    open_pool: Callable[..., RewardPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = {"JUDGE_API_KEY": "a", "HF_TOKEN": "b", "DATABASE": "postgres://me:word@host/db"}
+    for name, value in {**secrets, "JUDGE_URL": "http://host/v1"}.items():
+        monkeypatch.setenv(name, value)
+    asked = ["JUDGE_API_KEY", "HF_TOKEN", "DATABASE", "JUDGE_URL", "PATH", "PWD"]
+    monkeypatch.setenv("PWD", "/somewhere")
+
+    def given(**fields: object) -> set[str]:
+        results = results_of(open_pool(num_workers=1, **fields), *(f"variable {name}" for name in asked))
+        outputs = [result for result in results if isinstance(result, RewardOutput)]
+        return {name for name, output in zip(asked, outputs, strict=True) if output.extras["value"]}
+
+    assert given() == {"JUDGE_URL", "PATH", "PWD"}
+    assert given(pass_env=["JUDGE_API_KEY"]) == {"JUDGE_URL", "PATH", "PWD", "JUDGE_API_KEY"}
+    with pytest.raises(ValueError, match=r"reward.pass_env must name .* but \['NO_SUCH_KEY'\] are not set"):
+        open_pool(pass_env=["NO_SUCH_KEY"])
+    with pytest.raises(ValueError, match="pass_env must be empty without"):
+        RewardConfig(pass_env=["JUDGE_API_KEY"])
 
 
 def test_a_memory_limit_holds_in_the_processes(open_pool: Callable[..., RewardPool]) -> None:

@@ -85,6 +85,10 @@ def test_a_hub_id_is_not_looked_for_on_disk(tmp_path: Path) -> None:
             "data.train_weights is refused with data.custom_cls",
         ),
         (
+            ["actor_rollout_ref.rollout.allow_special_tokens=True"],
+            "allow_special_tokens=True has no effect without tools or an environment",
+        ),
+        (
             ["actor_rollout_ref.rollout.multi_turn.format=tag"],
             "multi_turn has no effect without .*, but format was given",
         ),

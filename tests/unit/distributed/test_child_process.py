@@ -1,6 +1,8 @@
 """A child that fails, dies, hangs or loses its parent, in real processes."""
 
 import os
+import pickle
+import struct
 import subprocess
 import sys
 import time
@@ -82,26 +84,79 @@ def test_a_hang_ends_at_its_deadline_and_children_go_with_the_process() -> None:
     wait_for_end_of(grandchild)
 
 
+def test_a_daemon_ends_with_the_process(tmp_path: Path) -> None:
+    with child() as process:
+        daemon = process.call("start_daemon", str(tmp_path / "pid"))
+    wait_for_end_of(daemon)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"junk", "a message must have at most"),  # a length of 1.8e9
+        (b"\xff\xff\xff\xff" * 3, "a message must have at most"),
+        (b"\x80\0\0\0", "a message must have at most"),
+        (b"\0\0\0\0", "must be a pickle"),
+        (b"\0\0\0\x04junk", "must be a pickle"),
+        (b"\0\0\0\x0a" + b"cos\nnone\n.", "must be a pickle"),  # a name that is not there
+        (struct.pack("!i", len(pickle.dumps(5))) + pickle.dumps(5), "wrote into its connection: 5"),
+        (b"\0\0\0\x40" + b"half", None),
+        (b"\0\0", None),
+    ],
+)
+def test_whatever_it_writes_into_its_connection_is_a_failure_in_time(data: bytes, reason: str | None) -> None:
+    """None: it is the beginning of a message."""
+    with child() as process:
+        process.ask("write_into_connection", data, timeout_seconds=600 if reason else 0.5)
+        with pytest.raises(ProcessLostError, match=reason or r"^it took longer than 0\.5 s$"):
+            process.answer()
+
+
+def test_a_process_that_does_not_read_is_late() -> None:
+    with child() as process:
+        process.call("stop")
+        status = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().strip()
+        while ") T" not in Path(f"/proc/{status}/stat").read_text():
+            time.sleep(0.01)
+        process.ask("complain", "x" * 10_000_000, timeout_seconds=0.5)
+        with pytest.raises(HangError):
+            process.answer()
+
+
+def test_a_variable_that_is_none_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVED_WITH", "inherited")
+    monkeypatch.setenv("AN_API_KEY", "secret")
+    process = ChildProcess("served_objects:Served", {"AN_API_KEY": None}, name="one")
+    variables = process.call("variables")
+    supervisor = Path(f"/proc/{process.pid}/environ").read_bytes()
+    process.kill()
+    assert variables["SERVED_WITH"] == "inherited"
+    assert "AN_API_KEY" not in variables
+    assert b"AN_API_KEY" not in supervisor
+
+
 def test_an_object_that_cannot_be_made_says_why() -> None:
     with pytest.raises(RemoteError, match=r"TypeError: .*unexpected keyword argument 'size'"):
         ChildProcess("served_objects:Served", {}, name="one", size=3)
 
 
-def test_it_ends_with_the_process_that_started_it() -> None:
-    """Also while its object computes and answers nothing."""
+def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """Also while its object computes and answers nothing, and with its daemons."""
     program = (
         "import time; from verl_rc.distributed.child_process import ChildProcess; "
         "process = ChildProcess('served_objects:Served', {}, name='one'); "
-        "pid = process.call('pid'); process.ask('hang'); print(pid, flush=True); time.sleep(3600)"
+        f"print(process.call('start_daemon', {str(tmp_path / 'pid')!r}), process.call('pid'), flush=True); "
+        "process.ask('hang'); time.sleep(3600)"
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     with subprocess.Popen(
         [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True
     ) as parent:
         assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
+        pids = list(map(int, parent.stdout.readline().split()))
         parent.kill()
-    wait_for_end_of(pid)
+    for pid in pids:
+        wait_for_end_of(pid)
 
 
 def test_the_end_is_orderly(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from verl_rc.data.dataset import PromptRow
 from verl_rc.data.episode import Reply
 from verl_rc.data.parts import Sample
 from verl_rc.driver.evaluate import open_for_validation
+from verl_rc.driver.scored_groups import _environment_columns
 from verl_rc.health.guards import TooManyFailedGroupsError
 from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
@@ -48,6 +49,19 @@ class Openings:
     def open(self, rows: Sequence[tuple[PromptRow, int]]) -> list[PromptRow]:
         self.seeds += [seed for _, seed in rows]
         return [replace(row, prompt_token_ids=[row.row_index + 40]) for row, _ in rows]
+
+
+def test_a_batch_has_two_hundred_columns_of_environments() -> None:
+    episodes = [
+        [Reply(done=True, metrics={"all": 1.0, **{f"e{place}m{number}": 2.0 for number in range(99)}})]
+        for place in range(4)
+    ]
+    columns = _environment_columns(episodes)
+    assert len(columns) == 201
+    assert columns["env/all"] == [1.0] * 4
+    assert columns["env/e0m5"] == [2.0, None, None, None]
+    # 1 + 99 + 99 + 1 of the names are shown, by the alphabet where they are as frequent
+    assert columns["env/dropped_metrics"] == [0.0, 0.0, 98.0, 99.0]
 
 
 def run_of(*overrides: str) -> Any:

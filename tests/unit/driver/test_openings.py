@@ -12,6 +12,7 @@ from verl_rc.data.episode import Opening
 from verl_rc.data.tokenize import encode_opening
 from verl_rc.driver.evaluate import open_for_validation
 from verl_rc.driver.openings import Openings, OverlongOpeningError
+from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.environment_host import Hosts
 
 SHORT = Opening([{"role": "user", "content": "a"}])
@@ -53,6 +54,17 @@ def test_the_filter_of_long_prompts_leaves_out_what_an_environment_opens_too_lon
 def test_an_opening_that_is_too_long_ends_the_run_without_a_filter() -> None:
     with pytest.raises(ValueError, match=r"in the opening of an episode of row 1.*filter_overlong_prompts"):
         openings().open([(one, 0) for one in ROWS])
+
+
+def test_an_opening_that_spells_what_no_text_may_spell_fails_alone() -> None:
+    asked = openings(filter_overlong_prompts=True)
+    asked._tokenizer.add_special_tokens({"additional_special_tokens": ["a"]})
+    failed, _, plain = asked.open([(one, 0) for one in ROWS])
+    assert isinstance(failed, EpisodeFailedError)
+    assert "the opening of an episode of row 0: a tool or an environment must spell" in str(failed)
+    assert plain == ROWS[2]
+    asked._allow_special_tokens = True
+    assert isinstance(asked.open([(ROWS[0], 0)])[0], PromptRow)
 
 
 def test_validation_leaves_out_the_same_prompts_but_not_all() -> None:

@@ -122,6 +122,12 @@ def test_math_answer(response, truth, score):
     assert (result["score"], result["acc"], result["pred"]) == (score, score, last_boxed(response))
 
 
+@pytest.mark.parametrize(("length", "right"), [(2_000, 1.0), (2_001, 0.0)])
+def test_no_answer_is_longer_than_two_thousand_characters(length, right):
+    answer = "1" + " " * (length - 3) + "+1"
+    assert math_answer(f"\\boxed{{{answer}}}", "2")["acc"] == right
+
+
 @pytest.mark.parametrize(
     ("response", "score", "accuracy", "answer"),
     [

@@ -22,6 +22,7 @@ from verl_rc.config.load.given import combinations, error_sentences, given_tree
 from verl_rc.config.paths import check_files
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import StrictModel, override_without_secrets, public_values, with_value
+from verl_rc.printable import print_uncaught_exceptions, write_error
 
 Schema = TypeVar("Schema", bound=StrictModel)
 
@@ -55,6 +56,7 @@ def run_with_config(schema: type[Schema], run: Callable[[Schema], None], prog: s
     """Process entry: load ``sys.argv``, run, and exit 0; 2 for a configuration mistake, 1 for a failure, 130
     for Ctrl-C.
     """
+    print_uncaught_exceptions()
     try:
         options = parse(sys.argv[1:])
         # W&B and Ray record the command line of their process.
@@ -64,13 +66,13 @@ def run_with_config(schema: type[Schema], run: Callable[[Schema], None], prog: s
         elif not show(schema, options, prog):
             run(_checked(_load(schema, options)))
     except ConfigError as error:
-        sys.stderr.write(f"configuration error:\n{error}\n")
+        write_error(f"configuration error:\n{error}\n")
         raise SystemExit(2) from None
     except FolderLostError as error:
-        sys.stderr.write(f"the run ended: {error}\n")
+        write_error(f"the run ended: {error}\n")
         raise SystemExit(1) from None
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+        write_error("interrupted\n")
         raise SystemExit(130) from None
 
 
@@ -111,7 +113,7 @@ def _run_all(schema: type[Schema], run: Callable[[Schema], None], options: Names
         choices = [
             override_without_secrets(override).lstrip("+") for override in overrides if override not in common
         ]
-        sys.stderr.write(f"run {number} of {len(configs)}: {' '.join(choices)}\n")
+        write_error(f"run {number} of {len(configs)}: {' '.join(choices)}\n")
         run(config)
 
 

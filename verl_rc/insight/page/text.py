@@ -4,15 +4,16 @@ import html
 import math
 from collections.abc import Iterable, Sequence
 
+from verl_rc.printable import printable
+
 LONGEST_TEXT = 2_000
 """Characters of a cell of a sample; a longer text is cut, and says so."""
 
 
 def escaped(value: object) -> str:
-    """Text for the page: nothing in it is markup, and half a surrogate pair becomes a replacement
-    character."""
+    """Text for the page: nothing in it is markup, and its control codes are printable."""
     text = str(value).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return html.escape(text, quote=True)
+    return html.escape(printable(text), quote=True)
 
 
 def shortened(value: object, longest: int = LONGEST_TEXT) -> str:

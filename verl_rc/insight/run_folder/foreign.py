@@ -59,7 +59,7 @@ _REJECTED = ("rollout_corr/rollout_rs_masked_fraction", "rollout_corr/rollout_rs
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _CONSOLE_LINE = re.compile(r"(?:^|[\s\r])step:(\d+) - (.+)$")
-_NUMBER = re.compile(r"(?:np\.\w+\()?([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf))\)?(?=\s|$)")
+_NUMBER = re.compile(r"(?:np\.\w+\()?([-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+|nan|inf))\)?(?=\s|$)")
 _SNIFFED = 8192
 _MOST_DUMPED_SAMPLES = 2_000
 

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.metrics.json_lines import REPLACED, set_aside
+from verl_rc.printable import printable
 
 Cell = str | int | float | bool | None
 """One cell of a table."""
@@ -110,12 +111,15 @@ class ConsoleSink(MetricSink):
         line = self._line(metrics, step, seconds)
         if self._console.is_terminal:
             self._advance_progress_bar(step)
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._print(line)
 
     def alert(self, title: str, text: str, step: int, cause: AlertCause | None = None) -> None:
         """Write a line for each line of ``text``."""
         for line in text.splitlines():
-            self._console.print(f"warning: {title}: {line}", markup=False, highlight=False, soft_wrap=True)
+            self._print(f"warning: {title}: {line}")
+
+    def _print(self, line: str) -> None:
+        self._console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Take the bar away."""

@@ -9,6 +9,8 @@ from verl_rc.config.errors import install_extra
 from verl_rc.config.run import TrainerConfig
 from verl_rc.metrics.sinks.local import AlertCause, Cell, ConsoleSink, ExperimentSink, JsonlSink, MetricSink
 
+_MAX_NAMES = 1_000
+
 
 class Tracker:
     """Forwards every call to all sinks."""
@@ -25,11 +27,20 @@ class Tracker:
         self.experiment = experiment
         self.run_id = run_id if experiment is None else experiment.run_id
         """The W&B run id, stored in checkpoints; None in a run that had no W&B yet."""
+        self._names: set[str] = set()
+        """Names of metrics of environments that the sinks have got."""
         self.last_alert: int | None = None
         """The step of the newest alert of this process."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take the reduced metrics of one step."""
+        """Take the reduced metrics of one step. Of environments, whose names may be others in every step,
+        those with the first thousand names; ``env/names_dropped/max`` counts the others."""
+        new_names = [name for name in metrics if "/env/" in f"/{name}" and name not in self._names]
+        room = _MAX_NAMES - len(self._names)
+        self._names.update(new_names[:room])
+        if dropped := set(new_names[room:]):
+            shown = {name: value for name, value in metrics.items() if name not in dropped}
+            metrics = {**shown, "env/names_dropped/max": float(len(dropped))}
         for sink in self._sinks:
             sink.log(metrics, step)
 

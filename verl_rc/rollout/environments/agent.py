@@ -6,15 +6,15 @@ import json
 import os
 import shlex
 import shutil
-import signal
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl_rc.config.schema import secret_variables
 from verl_rc.config.user_code import import_attribute
 from verl_rc.data.episode import Opening, Reply, Turn
+from verl_rc.distributed.supervisor import supervised
 from verl_rc.rollout.environment import Environment, EpisodeFailedError
 from verl_rc.rollout.environments.agent_task import AgentTask
 from verl_rc.rollout.environments.chat import (
@@ -34,19 +34,30 @@ _TAIL_BYTES = 65_536
 _MAX_SHOWN_CHARACTERS = 2_000
 _MAX_ROW_CHARACTERS = 100_000
 """Linux limits one environment variable to 128 KiB."""
-_START = """
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
-if os.getppid() == int(sys.argv[1]):
-    os.execvp(sys.argv[2], sys.argv[2:])
-"""
-"""Becomes the command in a process that the kernel kills when its host dies."""
+_TAIL_SECONDS = 1.0
+"""Time that processes which an agent leaves behind have to write and end, and then the outputs to close."""
+_KILL_SECONDS = 3.0
+"""Time in which a supervisor kills an agent and all that it has started."""
 
-
-_BRANCHES = "branches"
+_MAX_WAITING = 512
+"""Number of calls of an episode without an answer. A client that disconnects leaves its call behind."""
+_KEY = "actor_rollout_ref.rollout.environment.arguments"
+_BRANCHES, _LEFT = "branches", "left_processes"
 _LIMIT_REACHED = (
     "the run's limit of tokens or turns has cut the last turn off, so no turn follows; end with a score."
 )
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """How an agent has ended."""
+
+    score: Any
+    left_processes: int = 0
+    """Number of processes that it left behind, and that were killed."""
+
+
+_Start = Callable[[AgentTask], Awaitable[_Ended]]
 
 
 @dataclass
@@ -78,6 +89,7 @@ class Agent(Environment):
         arguments: Mapping[str, Any] | None = None,
         address: str = "127.0.0.1",
         limits: Mapping[str, float] | None = None,
+        pass_env: Sequence[str] = (),
     ) -> None:
         """Name a ``command`` or a ``function``.
 
@@ -90,25 +102,30 @@ class Agent(Environment):
             arguments: Further keyword arguments of the function.
             address: Of the endpoint; ``node``: the address of this node in its network.
             limits: See ``EndpointLimits``.
+            pass_env: Variables that a ``command`` gets although they may hold secrets; see
+                ``reward.pass_env``.
         """
         if (command is None) == (function is None):
             raise ValueError(
                 "an agent needs environment.arguments.command or .function (module:function), and one of "
                 f"them, got command={command!r} and function={function!r}."
             )
-        self._run_agent: Callable[[AgentTask], Awaitable[Any]]
+        self._run_agent: _Start
         if function is not None:
+            if pass_env:
+                raise ValueError(f"{_KEY}.pass_env belongs to a command; a function reads os.environ itself.")
             self._name, self._run_agent = function, _function_runner(function, arguments or {})
         else:
             command_line = shlex.split(command) if isinstance(command, str) else list(command or ())
             self._name = shlex.join(command_line)
-            self._run_agent = _command_runner(command_line, arguments or {})
+            self._run_agent = _command_runner(command_line, arguments or {}, pass_env)
         self._address = address
         self._limits = EndpointLimits(**(limits or {}))  # type: ignore[arg-type]
         self._arrivals: asyncio.Queue[_PendingCall] = asyncio.Queue()
         self._endpoint: ChatEndpoint | None = None
         self._calls: list[_PendingCall] = []
-        """All calls, in the order of their arrival."""
+        """Calls without an answer, and those answered since the last one came, in the order of arrival."""
+        self._num_calls = 0
         self._current: _PendingCall | None = None
         """The call that the next turn answers, or the last turn has answered."""
         self._refusal = ""
@@ -117,7 +134,7 @@ class Agent(Environment):
 
     def __repr__(self) -> str:
         """Its name in messages."""
-        return f"Agent({self._name}, {len(self._calls)} calls)"
+        return f"Agent({self._name}, {self._num_calls} calls)"
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Opening:
         """See ``Environment``. Raises ``RuntimeError`` when the agent ends without a call."""
@@ -152,8 +169,13 @@ class Agent(Environment):
         if self._is_truncated and self._agent.exception() is not None:
             return Reply(truncated=True, metrics={_BRANCHES: 0.0})
         self._require_no_failure()
-        score = _score(self._agent.result(), self._name)
-        return Reply(reward=score["reward"], done=True, metrics={**score.get("metrics", {}), _BRANCHES: 0.0})
+        ended = self._agent.result()
+        score = _score(ended.score, self._name)
+        own = {_BRANCHES: 0.0}
+        if ended.left_processes:
+            own[_LEFT] = float(ended.left_processes)
+        metrics = {**own, **score.get("metrics", {}), **own}  # first, as a reply has a limit of metrics
+        return Reply(reward=score["reward"], done=True, metrics=metrics)
 
     async def close(self) -> None:
         """End the agent."""
@@ -195,7 +217,8 @@ class Agent(Environment):
     async def _answer(self, body: Any) -> Mapping[str, Any]:
         """The response to a call. Raises ``RefusedCallError``."""
         try:
-            pending = self._pending(parse_call(body))
+            assert self._endpoint is not None
+            pending = self._pending(parse_call(body, self._endpoint.named_options))
         except RefusedCallError as refusal:
             self._refusal = str(refusal)
             raise
@@ -213,33 +236,43 @@ class Agent(Environment):
                 return pending
         if self._is_truncated:
             raise RefusedCallError(400, _LIMIT_REACHED)
+        self._calls = [pending for pending in self._calls if not pending.answer.done()]
+        if len(self._calls) >= _MAX_WAITING:
+            raise RefusedCallError(429, f"an episode may have {_MAX_WAITING} calls that wait for a turn.")
         self._calls.append(_PendingCall(call))
+        self._num_calls += 1
         self._arrivals.put_nowait(self._calls[-1])
         return self._calls[-1]
 
 
-def _function_runner(name: str, arguments: Mapping[str, Any]) -> Callable[[AgentTask], Awaitable[Any]]:
+def _function_runner(name: str, arguments: Mapping[str, Any]) -> _Start:
     """The start of an agent that is a function. Raises ``ValueError`` when there is none."""
-    key = f"actor_rollout_ref.rollout.environment.arguments.function={name}"
+    key = f"{_KEY}.function={name}"
     function = import_attribute(name, key, "function")
     if not inspect.iscoroutinefunction(function):
         raise ValueError(f"{key} must be an async function, got {function!r}; start others by a command.")
-    return lambda task: function(task, **arguments)
+
+    async def run(task: AgentTask) -> _Ended:
+        return _Ended(await function(task, **arguments))
+
+    return run
 
 
 def _command_runner(
-    command_line: Sequence[str], arguments: Mapping[str, Any]
-) -> Callable[[AgentTask], Awaitable[Any]]:
-    """The start of an agent that is a process. Raises ``ValueError`` when there is no such command."""
-    key = "actor_rollout_ref.rollout.environment.arguments"
+    command_line: Sequence[str], arguments: Mapping[str, Any], pass_env: Sequence[str]
+) -> _Start:
+    """The start of an agent that is a process. Raises ``ValueError`` when there is no such command, or a
+    variable of ``pass_env`` is not set."""
     if arguments:
-        raise ValueError(f"{key}.arguments are those of a function; write them into {key}.command.")
+        raise ValueError(f"{_KEY}.arguments are those of a function; write them into {_KEY}.command.")
     if not command_line or shutil.which(command_line[0]) is None:
         raise ValueError(
-            f"{key}.command must begin with a program that can be run, got {list(command_line)}."
+            f"{_KEY}.command must begin with a program that can be run, got {list(command_line)}."
         )
 
-    async def run(task: AgentTask) -> Any:
+    hidden = secret_variables(os.environ, pass_env, f"{_KEY}.pass_env")
+
+    async def run(task: AgentTask) -> _Ended:
         variables = task.variables()
         if len(variables["VERL_RC_ROW"]) > _MAX_ROW_CHARACTERS:
             raise EpisodeFailedError(
@@ -247,50 +280,82 @@ def _command_runner(
                 f"process, got {len(variables['VERL_RC_ROW'])}; put a name into it, by which the agent finds "
                 "the data."
             )
-        return await _run_process(command_line, variables)
+        inherited = {name: value for name, value in os.environ.items() if name not in hidden}
+        return await _run_process(command_line, {**inherited, **variables})
 
     return run
 
 
-async def _run_process(command_line: Sequence[str], variables: Mapping[str, str]) -> Any:
+async def _run_process(command_line: Sequence[str], variables: Mapping[str, str]) -> _Ended:
     """The JSON in the last line of output. Raises ``RuntimeError`` when the process fails."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", "-c", _START, str(os.getpid()), *command_line),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **variables},
-        start_new_session=True,  # a group of processes that can be killed as one
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    tails = asyncio.gather(_tail(process.stdout), _tail(process.stderr))
+    report, theirs = os.pipe()
+    os.set_blocking(report, False)
     try:
-        # Before Python 3.13 wait() also waits until the process's outputs are closed.
+        process = await asyncio.create_subprocess_exec(
+            *supervised(command_line, _TAIL_SECONDS, theirs),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=variables,
+            pass_fds=[theirs],
+            start_new_session=True,  # keys of a terminal do not reach it
+        )
+    except BaseException:
+        os.close(report)
+        raise
+    finally:
+        os.close(theirs)
+    left = 0
+    output, errors = _Tail(process.stdout), _Tail(process.stderr)
+    try:
         while process.returncode is None:
             await asyncio.sleep(_POLL_SECONDS)
+        with suppress(BlockingIOError):  # something has killed the supervisor
+            left = int(os.read(report, 20) or 0)
     finally:
-        # The whole group: a child that the process leaves behind would keep its outputs open.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        code = await process.wait()
-    output, errors = await tails
-    if code:
-        shown = (errors or output).decode(errors="replace")[-_MAX_SHOWN_CHARACTERS:]
-        raise RuntimeError(f"its process ended with exit code {code} and wrote: {shown}")
-    lines = output.decode(errors="replace").splitlines()
+        os.close(report)
+        await _end(process)
+        await asyncio.wait({output.reading, errors.reading}, timeout=_TAIL_SECONDS)
+        output.reading.cancel()
+        errors.reading.cancel()
+    if process.returncode:
+        shown = (errors.text or output.text)[-_MAX_SHOWN_CHARACTERS:]
+        raise RuntimeError(f"its process ended with exit code {process.returncode} and wrote: {shown}")
+    lines = output.text.splitlines()
     try:
-        return json.loads(lines[-1] if lines else "")
+        return _Ended(json.loads(lines[-1] if lines else ""), left)
     except (ValueError, RecursionError):
-        return lines[-1:]
+        return _Ended(lines[-1:], left)
 
 
-async def _tail(stream: asyncio.StreamReader) -> bytes:
-    """The last bytes of a stream."""
-    tail = b""
-    while chunk := await stream.read(_TAIL_BYTES):
-        tail = (tail + chunk)[-_TAIL_BYTES:]
-    return tail
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End a supervisor, if it is still there, with the agent and all that the agent has started."""
+    for end in (process.terminate, process.kill):
+        waited = 0.0
+        # Before Python 3.13 wait() also waits until the process's outputs are closed.
+        while process.returncode is None and waited < _KILL_SECONDS:
+            if not waited:
+                end()
+            await asyncio.sleep(_POLL_SECONDS)
+            waited += _POLL_SECONDS
+
+
+class _Tail:
+    """The last bytes of a stream, as far as it has been read."""
+
+    def __init__(self, stream: asyncio.StreamReader | None) -> None:
+        assert stream is not None
+        self._bytes = b""
+        self.reading = asyncio.ensure_future(self._read(stream))
+        """Ends with the stream."""
+
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        while chunk := await stream.read(_TAIL_BYTES):
+            self._bytes = (self._bytes + chunk)[-_TAIL_BYTES:]
+
+    @property
+    def text(self) -> str:
+        return self._bytes.decode(errors="replace")
 
 
 def _score(value: Any, name: str) -> Mapping[str, Any]:

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl_rc.config.errors import listed, shortened
 from verl_rc.data.episode import Turn
+from verl_rc.printable import printable
 from verl_rc.rollout.tool_environment import ToolCall, parse_hermes
 
 _PERMITTED: Mapping[str, Sequence[Any]] = {
@@ -23,6 +25,8 @@ _PERMITTED: Mapping[str, Sequence[Any]] = {
 """Permitted values of options that would change which tokens are sampled, or how they are returned."""
 _KNOWN_OPTIONS = {"model", "messages", "tools", "user", *_PERMITTED}
 _ROLES = ("system", "user", "assistant", "tool")
+_MAX_NAMED = 5
+"""Number of options without effect that are warned of."""
 
 
 class RefusedCallError(Exception):
@@ -43,10 +47,11 @@ class ChatCall:
     tools: list[dict[str, Any]]
 
 
-def parse_call(body: Any) -> ChatCall:
+def parse_call(body: Any, named: set[str] | None = None) -> ChatCall:
     """The call in the body of a request. Raises ``RefusedCallError`` with the reason.
 
-    Warns once about every option without effect.
+    Warns of up to five options without effect, but of none that is among those ``named`` before, and adds
+    them there.
     """
     if not isinstance(body, Mapping):
         raise RefusedCallError(400, "the body must be a JSON object with messages.")
@@ -54,8 +59,8 @@ def parse_call(body: Any) -> ChatCall:
         if body.get(name) not in permitted:
             raise RefusedCallError(
                 400,
-                f"{name} must be left out, got {body[name]!r}: the run decides how tokens are drawn, and "
-                "sends one whole answer.",
+                f"{name} must be left out, got {body[name]!r:.200}: the run decides how tokens are drawn, "
+                "and sends one whole answer.",
             )
     messages, tools = body.get("messages"), body.get("tools") or []
     if not isinstance(messages, list) or not messages:
@@ -63,11 +68,21 @@ def parse_call(body: Any) -> ChatCall:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RefusedCallError(400, "tools must be a list of objects {type, function}.")
     options = {str(name) for name, value in body.items() if value is not None}
-    for name in sorted(options - _KNOWN_OPTIONS):
-        warnings.warn(
-            f"{name} of an agent's calls has no effect: the run decides how tokens are drawn", stacklevel=1
-        )
+    _warn_of(options - _KNOWN_OPTIONS, set() if named is None else named)
     return ChatCall([plain_message(message) for message in messages], tools)
+
+
+def _warn_of(options: set[str], named: set[str]) -> None:
+    """Warn once of options without effect, as long as fewer than five are ``named``."""
+    unnamed, most = options - named, _MAX_NAMED - len(named)
+    if not unnamed or most <= 0:
+        return
+    names = printable(listed(map(shortened, unnamed), most))
+    have = "has" if len(unnamed) == 1 else "have"
+    warnings.warn(
+        f"{names} of an agent's calls {have} no effect: the run decides how tokens are drawn", stacklevel=3
+    )
+    named.update(sorted(unnamed)[:most])
 
 
 def plain_message(message: Any) -> dict[str, Any]:

@@ -2,17 +2,20 @@
 
 import asyncio
 import json
+import logging
 import secrets
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from verl_rc.rollout.environments.chat import RefusedCallError
 
@@ -22,6 +25,8 @@ _PATH = "/v1/chat/completions"
 _MAX_ENDED_KEYS = 10_000
 """Number of keys of ended episodes that are remembered."""
 _KEEPALIVE_SECONDS = 15.0
+_HEADER_SECONDS = 5.0
+"""Time in which a new connection must have sent the header of a request."""
 _MIB = 1 << 20
 _RETRYABLE_STATUSES = (429, 503)
 """Refusals after which the same call may succeed."""
@@ -59,6 +64,7 @@ class ChatEndpoint:
         self._web = _BoundedServer(
             limits.connections,
             self._respond,
+            logger=_Faults(),
             request_factory=partial(
                 web.BaseRequest,
                 loop=asyncio.get_running_loop(),
@@ -70,6 +76,8 @@ class ChatEndpoint:
         )
         self.url = ""
         """The ``base_url`` of clients."""
+        self.named_options: set[str] = set()
+        """Options of calls that were warned of."""
 
     @classmethod
     async def get_or_start(cls, address: str, limits: EndpointLimits) -> "ChatEndpoint":
@@ -100,12 +108,13 @@ class ChatEndpoint:
             self._ended.append(key)
 
     async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
-        try:
-            return web.json_response(await self._call(request))
-        except RefusedCallError as refusal:
-            may_retry = "true" if refusal.status in _RETRYABLE_STATUSES else "false"
-            body = _error_body(str(refusal))
-            return web.json_response(body, status=refusal.status, headers={"x-should-retry": may_retry})
+        with self._web.working(request.protocol):
+            try:
+                return web.json_response(await self._call(request))
+            except RefusedCallError as refusal:
+                may_retry = "true" if refusal.status in _RETRYABLE_STATUSES else "false"
+                body = _error_body(str(refusal))
+                return web.json_response(body, status=refusal.status, headers={"x-should-retry": may_retry})
 
     async def _call(self, request: web.BaseRequest) -> Mapping[str, Any]:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -124,7 +133,7 @@ class ChatEndpoint:
         except web.HTTPRequestEntityTooLarge:
             limit = f"{self._limits.body_megabytes:g} MiB"
             raise RefusedCallError(413, f"a body must have at most {limit}.") from None
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError, web.RequestPayloadError) as error:
             raise RefusedCallError(400, f"the body must be JSON: {error}.") from error
         return await answer(body)
 
@@ -144,17 +153,63 @@ _ENDPOINTS: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Task
 
 
 class _BoundedServer(web.Server):
-    """A server with a limit of connections; a further connection gets status 503 and is closed."""
+    """A server with a limit of connections. A further one takes the place of the one that has been idle for
+    longest; when all are working, it gets status 503 and is closed."""
 
     def __init__(self, max_connections: int, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._max_connections = max_connections
+        self._idle: dict[web.RequestHandler, None] = {}
+        """Connections whose request has not come yet, the oldest first."""
+        self._silent: set[web.RequestHandler] = set()
+        """Those of them that have never sent one."""
+        self._working: set[web.RequestHandler] = set()
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         """Accept or refuse a new connection."""
-        if len(self.connections) < self._max_connections:
-            super().connection_made(handler, transport)
-            return
+        if len(self._idle) + len(self._working) >= self._max_connections:
+            if not self._idle:
+                self._refuse(transport)
+                return
+            self._close(next(iter(self._idle)))
+        super().connection_made(handler, transport)
+        self._idle[handler] = None
+        self._silent.add(handler)
+        asyncio.get_running_loop().call_later(_HEADER_SECONDS, self._close_if_silent, handler)
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        """Forget a connection."""
+        self._forget(handler)
+        super().connection_lost(handler, exc)
+
+    @contextmanager
+    def working(self, handler: web.RequestHandler) -> Iterator[None]:
+        """The time in which a request is answered: its connection stays open."""
+        is_open = handler in self._idle
+        self._forget(handler)
+        if is_open:
+            self._working.add(handler)
+        try:
+            yield
+        finally:
+            if handler in self._working:
+                self._forget(handler)
+                self._idle[handler] = None
+
+    def _forget(self, handler: web.RequestHandler) -> None:
+        self._idle.pop(handler, None)
+        self._silent.discard(handler)
+        self._working.discard(handler)
+
+    def _close(self, handler: web.RequestHandler) -> None:
+        self._forget(handler)
+        handler.force_close()
+
+    def _close_if_silent(self, handler: web.RequestHandler) -> None:
+        if handler in self._silent:
+            self._close(handler)
+
+    def _refuse(self, transport: asyncio.Transport) -> None:
         message = f"this endpoint has {self._max_connections} connections, and takes no more at once."
         body = json.dumps(_error_body(message))
         transport.write(
@@ -162,6 +217,25 @@ class _BoundedServer(web.Server):
             f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
         )
         transport.close()
+
+
+class _Faults(logging.Logger):
+    """The log of a server. Of requests that are no HTTP it has one line with their number, at the first, the
+    tenth, the hundredth and so on."""
+
+    def __init__(self) -> None:
+        super().__init__("verl_rc.agents_endpoint")
+        self.parent = logging.getLogger("verl_rc")
+        self._count = 0
+
+    def exception(self, msg: object, *arguments: Any, exc_info: Any = True, **options: Any) -> None:
+        """Log an exception with its traceback, if it is no client's fault."""
+        if not isinstance(exc_info, HttpProcessingError | web.RequestPayloadError):
+            super().exception(msg, *arguments, exc_info=exc_info, **options)
+            return
+        self._count += 1
+        if str(self._count).strip("0") == "1":
+            self.warning("the agents' endpoint has had %d requests that are no HTTP", self._count)
 
 
 def _error_body(message: str) -> dict[str, Any]:

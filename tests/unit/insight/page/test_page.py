@@ -123,6 +123,13 @@ def test_data_cannot_end_their_element(text):
     assert json.loads(written) == {"text": text}
 
 
+def test_control_codes_and_marks_of_direction_are_shown():
+    page = page_of(hostile_run())
+    assert r"\x00\x1b[31m" in page
+    assert r"\u202e right to left" in page
+    assert not set("\0\x1b") & set(page)
+
+
 def test_half_a_surrogate_pair_can_be_written():
     escaped(HOSTILE[2]).encode("utf-8")
 

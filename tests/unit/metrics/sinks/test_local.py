@@ -80,6 +80,15 @@ def test_a_terminal_gets_a_bar_as_well():
     assert "2/55" in shown.replace("step 2/55", "")
 
 
+def test_names_and_alerts_have_no_codes_of_a_terminal():
+    stream = io.StringIO()
+    sink = ConsoleSink(55, Console(file=stream))
+    sink.log({"val-core/a\x1b[2Jb/acc/mean@1": 0.5}, step=1)
+    sink.alert("\u202eodd", "c\x07d\n", step=1)
+    assert r"val a\x1b[2Jb acc" in stream.getvalue()
+    assert stream.getvalue().endswith("warning: \\u202eodd: c\\x07d\n")
+
+
 def test_an_alert_is_a_line_a_complaint():
     stream = io.StringIO()
     ConsoleSink(55, Console(file=stream)).alert("not healthy", "a = 1 [0 to 1]\nb = 2", step=3)

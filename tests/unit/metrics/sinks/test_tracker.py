@@ -32,6 +32,19 @@ class RecordingSink:
             raise OSError("disk full")
 
 
+def test_environments_have_a_thousand_names_in_a_run():
+    sink = RecordingSink()
+    tracker = Tracker([sink])
+    for step in range(3):
+        names = [f"{group}/{step}_{index}" for group in ("env", "val-aux/s/env") for index in range(200)]
+        others = {"a": 1.0, "env/again": 3.0, f"environment/{step}": 4.0}
+        tracker.log({**others, **dict.fromkeys(names, 2.0)}, step)
+    logged = [metrics for _, metrics, _ in sink.calls]
+    assert [len(metrics) for metrics in logged] == [403, 403, 203]  # the last: 1,000 - 801 new ones
+    assert [metrics.get("env/names_dropped/max") for metrics in logged] == [None, None, 201.0]
+    assert all(metrics["a"] == 1.0 and metrics["env/again"] == 3.0 for metrics in logged)
+
+
 def test_everything_reaches_every_sink():
     sinks = [RecordingSink(), RecordingSink()]
     tracker = Tracker(sinks)

@@ -18,6 +18,9 @@ import pytest
 from verl_rc.data.episode import Episode, Exchange, Opening, Turn
 from verl_rc.rollout.environment import EpisodeFailedError, Reply, environment_class
 from verl_rc.rollout.environment_host import Failure, Host, HostLimits, NeedsHistory, StepOutcome, StepResult
+from verl_rc.rollout.environments import agent as agent_module
+from verl_rc.rollout.environments.agent import Agent
+from verl_rc.rollout.environments.chat import ChatCall, RefusedCallError
 
 T = TypeVar("T")
 PLAY = "agents_of_a_user:play"
@@ -254,6 +257,35 @@ def test_a_client_that_gives_a_call_up_and_calls_again_gets_the_answer() -> None
     assert (reply.reward, reply.metrics) == (1.0, {"branches": 0.0})
 
 
+def test_only_calls_without_an_answer_are_kept() -> None:
+    async def kept() -> list[int]:
+        agent = Agent(function=PLAY, arguments={"turns": 6})
+        await agent.reset({}, 5)
+        numbers = []
+        for number in range(6):
+            numbers.append(len(agent._calls))
+            await agent.step(turn(number))
+        await agent.close()
+        return numbers
+
+    assert max(run(kept())) == 1
+
+
+def test_an_episode_may_have_so_many_calls_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_module, "_MAX_WAITING", 2)
+
+    async def called() -> None:
+        agent = Agent(function=PLAY)
+        first, _ = (agent._pending(ChatCall([{"role": "user", "content": text}], [])) for text in "ab")
+        with pytest.raises(RefusedCallError, match="an episode may have 2 calls that wait") as refusal:
+            agent._pending(ChatCall(H, []))
+        assert refusal.value.status == 429
+        first.answer.set_result({})
+        agent._pending(ChatCall(H, []))
+
+    run(called())
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
@@ -287,6 +319,43 @@ def test_an_agent_has_ended_when_its_process_has_whatever_that_leaves_behind() -
     assert (last.reward, last.done) == (0.5, True)
 
 
+@pytest.mark.parametrize("outputs", ["", "stdout=-3, stderr=-3, "])
+def test_a_daemon_costs_no_episode_and_is_counted(outputs: str) -> None:
+    """With and without outputs of its own."""
+    leave = f"import subprocess; subprocess.Popen(['sleep', '3600'], {outputs}start_new_session=True)"
+    script = f"import urllib.request as u, os, json; {_ONE_CALL}; {leave}; print(0.5)"
+    limits = HostLimits(step_seconds=60)
+    (last,) = replies(run(outcomes(host_of(limits, command=[sys.executable, "-c", script]), 1)))
+    assert (last.reward, last.done) == (0.5, True)
+    assert last.metrics == {"branches": 0.0, "left_processes": 1.0}
+
+
+def test_a_child_that_is_about_to_end_may_write_the_score() -> None:
+    script = f"import urllib.request as u, os, json; {_ONE_CALL}; os.system('(sleep .2; echo 0.25) &')"
+    (last,) = replies(run(outcomes(host_of(command=[sys.executable, "-c", script]), 1)))
+    assert last == Reply(reward=0.25, done=True, metrics={"branches": 0.0})
+
+
+def test_secrets_of_the_environment_reach_an_agent_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEARCH_API_KEY", "a")
+    monkeypatch.setenv("HF_TOKEN", "b")
+    script = f"import urllib.request as u, os, json; {_ONE_CALL}; print(sum(name in os.environ for name in "
+    script += "('SEARCH_API_KEY', 'HF_TOKEN', 'PATH', 'OPENAI_API_KEY')))"
+
+    def known(**arguments: Any) -> float:
+        host = host_of(command=[sys.executable, "-c", script], **arguments)
+        (last,) = replies(run(outcomes(host, 1)))
+        return last.reward
+
+    assert known() == 2.0
+    assert known(pass_env=["SEARCH_API_KEY"]) == 3.0
+    make = "verl_rc.rollout.environments.agent:Agent"
+    with pytest.raises(ValueError, match=r"arguments.pass_env must name .*\['NONE_SUCH'\] are not set"):
+        environment_class(make, {"command": "true", "pass_env": ["NONE_SUCH"]})
+    with pytest.raises(ValueError, match="pass_env belongs to a command"):
+        environment_class(make, {"function": PLAY, "pass_env": ["SEARCH_API_KEY"]})
+
+
 _ONE_CALL = (
     "u.urlopen(u.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', json.dumps({'messages': "
     "[{'role': 'user', 'content': 'x'}]}).encode(), {'Authorization': 'Bearer ' + "
@@ -296,6 +365,7 @@ _HOST = f"""
 import asyncio, sys
 from verl_rc.data.episode import Episode, Turn
 from verl_rc.rollout.environments.agent import Agent
+from verl_rc.rollout.environments.chat import ChatCall, RefusedCallError
 
 async def main():
     agent = Agent(command={STUBBORN!r})

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import warnings
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
 import pytest
 
+from verl_rc.rollout.environments import chat_endpoint
 from verl_rc.rollout.environments.chat import RefusedCallError, parse_call
 from verl_rc.rollout.environments.chat_endpoint import ChatEndpoint, EndpointLimits
 
@@ -98,22 +100,106 @@ def test_a_key_may_call_so_often_a_second_and_wrong_keys_take_no_others_calls() 
     with_endpoint(check, calls_per_second=5)
 
 
-def test_connections_beyond_the_limit_are_told_so() -> None:
+async def connected(endpoint: ChatEndpoint, data: bytes = b"") -> asyncio.StreamReader:
+    """A connection that has sent ``data`` and stays silent then."""
+    host, port = endpoint.url.removeprefix("http://").removesuffix("/v1").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    reader._held = writer  # type: ignore[attr-defined]  (else the connection ends)
+    return reader
+
+
+def test_idle_connections_make_room_the_oldest_first() -> None:
     async def check(endpoint: ChatEndpoint, client: aiohttp.ClientSession, key: str) -> None:
-        host, port = endpoint.url.removeprefix("http://").removesuffix("/v1").split(":")
-        held = [await asyncio.open_connection(host, int(port)) for _ in range(200)]
-        while len(endpoint._web.connections) < 20:
+        held = [await connected(endpoint, b"POST / HTTP/1.1\r\nA: ") for _ in range(200)]
+        assert (await called(endpoint, client, key))[0] == 200
+        for reader in held[:180]:
+            assert await reader.read() == b""
+        assert not any(reader.at_eof() for reader in held[181:])
+        assert len(endpoint._web.connections) <= 20
+
+    with_endpoint(check, connections=20)
+
+
+def test_calls_beyond_the_limit_of_connections_are_told_so_and_keep_theirs() -> None:
+    async def check(endpoint: ChatEndpoint, client: aiohttp.ClientSession, key: str) -> None:
+        begun, go_on = 0, asyncio.Event()
+
+        async def wait(body: Any) -> Any:
+            nonlocal begun
+            begun += 1
+            await go_on.wait()
+            return {}
+
+        slow = endpoint.open(wait)
+        calls = [asyncio.ensure_future(called(endpoint, client, slow)) for _ in range(20)]
+        while begun < 20:
             await asyncio.sleep(0.01)
         status, why = await called(endpoint, client, key)
         assert (status, why) == (503, "this endpoint has 20 connections, and takes no more at once.")
-        assert len(endpoint._web.connections) == 20
-        for _, writer in held:
-            writer.close()
-        while endpoint._web.connections:
-            await asyncio.sleep(0.01)
+        go_on.set()
+        assert await asyncio.gather(*calls) == [(200, "{}")] * 20
         assert (await called(endpoint, client, key))[0] == 200
 
     with_endpoint(check, connections=20)
+
+
+def test_who_sends_no_header_is_disconnected_and_who_has_called_may_stay_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chat_endpoint, "_HEADER_SECONDS", 0.2)
+
+    async def check(endpoint: ChatEndpoint, client: aiohttp.ClientSession, key: str) -> None:
+        call = f"POST /v1/x HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\nContent-Length: 0\r\n\r\n"
+        caller = await connected(endpoint, call.encode())
+        assert (await caller.readuntil(b"}}")).startswith(b"HTTP/1.1 404")
+        silent = [await connected(endpoint), await connected(endpoint, b"POST / HTTP/1.1\r\nA: b\r\n")]
+        for reader in silent:
+            assert await reader.read() == b""
+        assert not caller.at_eof()
+        assert len(endpoint._web.connections) == 1
+
+    with_endpoint(check)
+
+
+def test_what_is_no_http_is_counted_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    async def check(endpoint: ChatEndpoint, client: aiohttp.ClientSession, key: str) -> None:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\n"
+        for data in (
+            b"\x16\x03\x01\x02\r\n\r\n",
+            b"GET / HTTP/9\r\n\r\n",
+            b"POST / HTTP/1.1\r\nno header\r\n\r\n",
+        ):
+            for _ in range(4):
+                await (await connected(endpoint, data)).read()
+        for body in (
+            "Transfer-Encoding: chunked\r\n\r\nnonsense\r\n",
+            "Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\nnone",
+        ):
+            answer = await connected(endpoint, (head + body).encode())
+            assert b" 400 " in await answer.readuntil(b"\r\n")
+
+    with_endpoint(check)
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("verl_rc")]
+    assert 1 <= len(lines) <= 2
+    assert all(line.endswith("requests that are no HTTP") for line in lines)
+    assert "Traceback" not in caplog.text
+
+
+def test_options_without_effect_are_warned_of_up_to_five() -> None:
+    named: set[str] = set()
+    body = {**CALL, "top_p": 0.5, "seed": 3}
+    with pytest.warns(UserWarning, match="^seed, top_p of an agent's calls have no effect"):
+        parse_call(body, named)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parse_call(body, named)
+        parse_call({**CALL, **{f"{'x' * 1000}{number}": 1 for number in range(40_000)}}, named)
+        parse_call({**CALL, "another": 1}, named)
+    (warning,) = caught
+    assert str(warning.message).count(" and 39997 more of an agent's calls have no effect") == 1
+    assert len(str(warning.message)) < 1000
+    assert len(named) == 5
 
 
 USER = {"role": "user", "content": "x"}
