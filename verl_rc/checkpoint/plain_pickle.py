@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_rc.config.errors import printable
+from verl_rc.printable import printable
 
 
 class RefusedPickleError(ValueError):

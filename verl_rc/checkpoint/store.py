@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from verl_rc.config.errors import printable
 from verl_rc.config.files import open_inside, whole_or_absent
 from verl_rc.config.folder_owner import FolderClaim
+from verl_rc.printable import printable
 
 
 class CheckpointError(ValueError):
@@ -17,7 +17,7 @@ class CheckpointError(ValueError):
     to do, in one line: names in it come from files that somebody else may have written."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(printable(message))
+        super().__init__(printable(" ".join(message.split())))
 
 
 def sync_tree(folder: Path) -> None:

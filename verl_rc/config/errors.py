@@ -16,11 +16,6 @@ def shortened(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}… ({len(text)} characters)"
 
 
-def printable(text: str) -> str:
-    """``text`` for a message in one line: line breaks, escape codes and other controls are escaped."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
-
-
 def listed(names: Iterable[str], most: int = 5) -> str:
     """``names`` sorted for a message: at most ``most`` of them, and the number of the others."""
     ordered = sorted(names)
