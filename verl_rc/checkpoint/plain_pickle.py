@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_rc.printable import printable
-
 
 class RefusedPickleError(ValueError):
     """A pickle holds what none of this project's files needs; the message says what."""
@@ -105,9 +103,7 @@ class _Reader:
         module, name = self.pop(2) if argument is None else argument.split(" ", 1)
         full = f"{module}.{name}"
         if type(module) is not str or type(name) is not str or not self._names(full):
-            raise RefusedPickleError(
-                f"it names {printable(full[:200])}, which no checkpoint needs; do not trust it"
-            )
+            raise RefusedPickleError(f"it names {full[:200]!r}, which no checkpoint needs; do not trust it")
         self.stack.append(Name(full))
 
     def call(self) -> None:

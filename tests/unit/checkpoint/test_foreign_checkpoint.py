@@ -376,5 +376,5 @@ def test_records_that_lie_on_each_other_are_refused(tmp_path: Path) -> None:
 def test_a_message_has_no_control_characters_of_a_file(folder: Path) -> None:
     (folder / ".metadata").write_bytes(b"\x80\x02\x8c\x07a\x1b[31mb\x8c\x02\n\r\x93.")
     said = str(shards_problem(folder))
-    assert "names a\\x1b[31mb.\\n\\r, which no checkpoint needs; do not trust it" in said
+    assert "names 'a\\x1b[31mb.\\n\\r', which no checkpoint needs; do not trust it" in said
     assert said.isprintable()
