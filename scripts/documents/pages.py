@@ -32,7 +32,6 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/see_why.md": {
         "signature causes": tables.signature_causes_table,
         "run causes": tables.run_causes_table,
-        "false alarms": tables.false_alarms_table,
     },
 }
 """What writes each table of a page that is written by hand, by the page's path and the table's name."""

@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 
 from documents.markdown import table
-from planted_faults.alarm_counts import read_sums, table_of
 
 from verl_rc.bench.exact import CONDITIONS
 from verl_rc.bench.results import read_results
@@ -218,12 +217,6 @@ def run_causes_table() -> str:
 def _causes(causes: Sequence[Cause]) -> str:
     rows = ((str(cause.row), cause.condition, cause.name, cause.next_test) for cause in causes)
     return table(("row", "if", "cause", "do"), rows)
-
-
-def false_alarms_table() -> str:
-    """How often healthy steps are named, in docs/see_why.md."""
-    log = Path(__file__).parents[2] / "docs" / "experiment_log"
-    return table_of(read_sums(log / "2026-11-25-false-alarms.json"))
 
 
 def fields_table() -> str:

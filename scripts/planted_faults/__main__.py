@@ -2,7 +2,7 @@
 [--judge]
 
 Run folders are kept below --folder, so an interrupted matrix goes on, and a changed rule is judged without a
-run. Results are a file below docs/experiment_log and the table printed.
+run. Results are a file below runs/planted_faults and the table printed.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from planted_faults.runs import TABLES, known_run, run_all, start_trainer
 from verl_rc.insight.run_folder import DIAGNOSIS
 from verl_rc.study.runs import ROOT, prepare
 
-LOG = ROOT / "docs" / "experiment_log"
+LOG = ROOT / "runs" / "planted_faults"
 RESULTS = {
     "faults": LOG / "2026-11-22-planted-faults.json",
     "held-out": LOG / "2026-11-22-held-out-faults.json",

@@ -7,8 +7,8 @@ temperature on both sides), and by the fields that token records of other traine
 
 Usage: python -m scripts.planted_faults.false_alarms MODEL ... --data train.parquet --steps 2000 --out FILE
 Some 0.2 s a step on an idle core. FILE has a line of metrics for each run of 100 steps, and a repeated call
-goes on behind the last. ``--sum FILE ... --out docs/experiment_log/2026-11-25-false-alarms.json`` judges
-them, with counts of ``false_alarms_in_files``, for the table of docs/see_why.md.
+goes on behind the last. ``--sum FILE ... --out OUT`` judges them, with counts of
+``false_alarms_in_files``.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """A disk that fills up in the middle of a save, and a newest checkpoint that is cut short: what was there
 before is used.
 
-The disk is a tmpfs, which takes root to mount. Results are in docs/experiment_log.md.
+The disk is a tmpfs, which takes root to mount.
 """
 
 import os

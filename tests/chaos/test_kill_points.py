@@ -2,8 +2,7 @@
 equals what never died, to the last bit.
 
 One run lives many times: each life goes on from the newest checkpoint and ends at the next point. Run by
-hand, all in order: ``pytest tests/chaos/test_kill_points.py -m slow -v``; results are in
-docs/experiment_log.md.
+hand, all in order: ``pytest tests/chaos/test_kill_points.py -m slow -v``.
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,6 @@
 modules and metrics: tests/architecture/test_documents.py.)"""
 
 import io
-import json
 import re
 import shlex
 import shutil
@@ -278,18 +277,6 @@ def test_the_first_page_can_be_read_in_a_minute():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 90
     assert len(_BLOCK.findall(text)[1][1].splitlines()) == 10  # what the quickstart prints
-
-
-def test_entries_of_the_log_are_short_and_their_numbers_beside_them():
-    text = (ROOT / "docs" / "experiment_log.md").read_text()
-    titles_and_bodies = re.split(r"^#{2,3} (.+)$", text, flags=re.MULTILINE)[1:]
-    for title, body in zip(titles_and_bodies[::2], titles_and_bodies[1::2], strict=True):
-        assert len(body.strip("\n").splitlines()) <= 15, title
-    linked = re.findall(r"\[numbers\]\(([^)]+)\)", text)
-    written = sorted((ROOT / "docs" / "experiment_log").iterdir())
-    assert sorted(ROOT / "docs" / name for name in linked) == written
-    for path in written:
-        assert len(json.loads(path.read_text())) >= 2, path.name
 
 
 def test_pictures_in_documents_are_small_and_have_a_text():

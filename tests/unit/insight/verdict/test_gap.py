@@ -294,7 +294,7 @@ def late(floor: float = 0.01, age: float = 0.0, shift: int = 1) -> dict[str, lis
 
 
 def test_row_16_where_all_tokens_but_those_of_the_first_step_have_one_age():
-    """One step off in the real loop (docs/experiment_log.md): sqrt(k3) of the fresh first step, and of tokens
+    """One step off in the real loop: sqrt(k3) of the fresh first step, and of tokens
     one update old."""
     old = [0.06 * (1 + 0.5 * math.sin(2.4 * step)) for step in range(1, STEPS)]
     series = {"rollout_corr/age_0_k3_kl": Series([1], [0.0042**2])}
@@ -355,8 +355,8 @@ def test_row_19_compares_neighbouring_steps_only():
     ],
 )
 def test_row_19_of_single_steps(jumps, height, is_named):
-    """In the real loop a skipped update made eleven times the noise of the first steps, in one step
-    (docs/experiment_log.md)."""
+    """In the real loop a skipped update made eleven times the noise of the first steps, in one
+    step."""
     noise = [0.0137 * (height if step in jumps else 1.2 if step > 1 else 1.0) for step in range(STEPS)]
     series = {"rollout_corr/logit_noise": noise, "sync/rollout_gap_mean": [value / 4 for value in noise]}
     found = only(judge_gap(planted(series)))
@@ -368,7 +368,7 @@ def test_row_19_of_single_steps(jumps, height, is_named):
 
 
 def test_a_jump_that_few_tokens_make_is_no_missed_update():
-    """Healthy runs of 60 and 120 steps had some (docs/experiment_log.md): the mean gap is as before."""
+    """Healthy runs of 60 and 120 steps had some: the mean gap is as before."""
     noise = [0.051 if step == 9 else 0.01 for step in range(STEPS)]
     size = [0.0075 if step == 9 else 0.0048 for step in range(STEPS)]
     series = {"rollout_corr/logit_noise": noise, "sync/rollout_gap_mean": size}
@@ -494,8 +494,7 @@ def test_row_17_needs_bypass_mode_and_two_steps_in_a_row():
 
 
 def test_row_18_in_the_real_loop():
-    """A quickstart whose receiver kept its first weights (docs/experiment_log.md): sqrt(k3), mean |log-ratio|
-    and ppo_kl."""
+    """A quickstart whose receiver kept its first weights: sqrt(k3), mean |log-ratio| and ppo_kl."""
     k3 = [
         0.029,
         0.631,
@@ -587,7 +586,7 @@ def test_row_20_sees_rare_tokens_that_the_mean_gap_does_not_where_they_are_far_o
 )
 def test_old_samples_without_versions_are_a_gap_that_has_grown(rise, level):
     """The first step cannot have old ones: its gap, those of the next steps, and that from step 5 on, as in
-    real runs one and four updates behind (docs/experiment_log.md)."""
+    real runs one and four updates behind."""
     gap = [*rise, *wave(level, steps=STEPS - 4)]
     series = {K3: [size**2 for size in gap], "sync/rollout_gap_mean": gap}
     found = only(judge_gap(planted(series)))
