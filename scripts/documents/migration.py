@@ -1,7 +1,9 @@
-"""docs/migration_from_verl.md, from the tables of translations."""
+"""docs/migration_from_verl.md, from the tables of translations and verl's own example recipes."""
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from textwrap import fill
 
 from documents.markdown import table
@@ -9,51 +11,49 @@ from documents.markdown import table
 from verl_rc.config.run import FOLLOWED_KEYS, RunConfig
 from verl_rc.config.schema import fields_of
 from verl_rc.config.verl import environments
-from verl_rc.config.verl.keys import AGREEMENTS, MOVED, VALUE_NAMES, WRITTEN_HERE
+from verl_rc.config.verl.keys import MOVED, VALUE_NAMES, WRITTEN_HERE, moved
 from verl_rc.config.verl.migration import migrate
-from verl_rc.config.verl.refused import REFUSALS, REFUSED_VALUES, RENAMED, Refusal
+from verl_rc.config.verl.refused import REFUSED_VALUES, RENAMED, Refusal, refusal_of
+
+RECIPES = Path(__file__).parents[2] / "tests" / "verl_recipes" / "examples"
+"""Example recipes of verl: keys that people type."""
 
 _HEAD = """\
 # Coming from verl
 
-An override from a verl recipe for FSDP and vLLM has the same meaning here, or the run refuses it at
-the start and says what to write instead. An override that another key turns off is refused too, or
-`verl-rc explain` lists it. The tools:
+An override of a verl recipe for FSDP and vLLM has the same meaning here, or the run refuses it
+before anything starts, with exit code 2, and says what to write instead. An override that another
+key turns off is refused too, or `verl-rc explain` lists it.
 
 ```bash
 verl-rc migrate --recipe verl_run.sh > recipe.sh                # a shell script of any release as a recipe that runs, with notes
 verl-rc migrate run.yaml +algorithm.rollout_is_threshold=2.0    # the same for run files and overrides
-verl-rc explain recipes/quickstart_digits_cpu.sh trainer.seed=2  # what a configuration will do, in words
-verl-rc presets                                                  # presets by every name they have had
+verl-rc explain recipe.sh                                       # what the recipe will do, in words
+verl-rc doctor recipe.sh                                        # whether it can run on this machine
 ```
 
 `verl-rc migrate` runs the script in a shell to learn the values of its variables. No program that
-the script calls by name, Python among them, does anything there. `verl-rc explain recipe.sh` and
-`verl-rc doctor recipe.sh` read recipes the same way.
+the script calls by name, Python among them, does anything there.
 
-- **Refused keys** end the run with exit code 2 before anything starts. The message says what to
-  write instead.
 - **`+key=value`** means `key=value` where the key is known.
+- **Data files and reward functions** have verl's column names and signature.
+- **Metrics** have verl's names. Memory is `perf/*` and not `actor/perf/*`.
+  [rollout_correction.md](rollout_correction.md#coming-from-verl) lists metrics that have verl's
+  name and another meaning.
 - **Keys that are not given** have verl's defaults, with
   [a few exceptions](#same-key-another-default).
-- **Data files and reward functions** have verl's column names and signature.
-- **Metrics** have verl's names (`rollout_corr/*`, `actor/*`, `critic/*`, `timing_s/*`). verl's
-  memory metrics `actor/perf/*` are `perf/*` here, as they were in its earlier releases. Some
-  metrics have verl's name and another meaning:
-  [rollout_correction.md](rollout_correction.md#coming-from-verl) lists them.
 
-`python -m scripts.documents` writes this page from the tables of refused and renamed keys in
-`verl_rc/config/verl`, and by translating the examples below.
+`python -m scripts.documents` writes this page from the tables in `verl_rc/config/verl`.
 """  # noqa: E501
 
 SAME_KEYS: Mapping[str, tuple[str, str]] = {
     "trainer.n_gpus_per_node": ("GPUs of a node", "the same; on a CPU the number of trainer ranks"),
-    "trainer.device": ("`cuda` or `npu`", "`auto`, `cuda` or `cpu`"),
+    "trainer.device": ("`cuda` or `npu`", "`auto` (GPUs where there are any), `cuda` or `cpu`"),
     "actor_rollout_ref.actor.strategy": ("`fsdp` is FSDP1", "both names mean FSDP2"),
     "actor_rollout_ref.model.lora.merge": (
         "False where it is not given: engines apply the adapters",
-        "True where it is not given: merged weights need nothing of an engine. False is as in verl, with "
-        "receipts and canaries for the adapters; refused beside experts",
+        "True where it is not given: merged weights need nothing of an engine. False is as in verl; refused "
+        "beside experts",
     ),
     "actor_rollout_ref.actor.clip_ratio": (
         "without effect: the two sides have defaults of their own",
@@ -156,26 +156,32 @@ OTHER_DEFAULTS: Mapping[str, tuple[object, str]] = {
 }
 """Keys whose default is not that of verl 0.9.1: its default, and why."""
 
+_SAID_ELSEWHERE = (_EXAMPLES, _FOLLOWS_MODEL, _FOLLOWS_CLIP)
+"""Reasons that the text above the table of defaults, or the table of meanings, gives once."""
+
+_DEFAULTS_HEAD = """
+## Same key, another default
+
+The value of a key that is not given, in verl 0.9.1 and here. Data files and model must be given:
+verl's defaults are examples, as are its project and experiment. Keys of `critic.model` follow those
+of the actor's model, and `clip_ratio_low` and `clip_ratio_high` follow `clip_ratio`. All other
+shared keys have the same default.
+
+"""
+
 _REFUSED_HEAD = """
 ## Keys that are refused
 
-A run is refused when it gives one of these keys, or a key below it. The second column is what the
-message says. The last column lists values that are accepted, because they ask for what happens here
-anyway; the key then has no effect. "`False` of `KEY`" means that the whole section is accepted
-while `KEY` is `False`.
+The table has the refused keys that one of {count} example recipes of verl gives. A run refuses other
+keys in the same way. Values in the last column are accepted, because they ask for what happens here
+anyway. "`False` of `KEY`" means that the whole section is accepted while `KEY` is `False`.
+
 """
 
-_SECTIONS: Mapping[str, tuple[str, ...]] = {
-    "Data": ("data.",),
-    "Models": ("actor_rollout_ref.model.", "critic.model."),
-    "Actor, reference, critic": ("actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "critic."),
-    "Rollout": ("actor_rollout_ref.rollout.",),
-    "Rewards": ("reward.", "reward_model", "custom_reward_function", "sandbox_fusion"),
-    "Algorithm": ("algorithm.",),
-    "Trainer": ("trainer.",),
-    "Everything else": ("",),
-}
-"""Headings of the refused keys with the prefixes they cover; the first match wins."""
+_VALUES_HEAD = """
+These values are refused:
+
+"""
 
 REWARDS_AND_TOOLS: Mapping[str, tuple[str, str]] = {
     "GSM8K": (
@@ -222,48 +228,34 @@ REWARDS_AND_TOOLS: Mapping[str, tuple[str, str]] = {
 }
 """What verl does, and what happens here."""
 
-_CORRECTION_HEAD = """
+_CORRECTION = """
 ## Rollout correction of every release
 
-What `verl-rc migrate` makes of typical settings. Presets are accepted by all their names
-([presets.md](presets.md)); for metrics that were renamed see
-[rollout_correction.md](rollout_correction.md#coming-from-verl).
+`verl-rc migrate` reads the settings of every release since August 2025. Presets are accepted by all
+their names ([presets.md](presets.md)), and
+[rollout_correction.md](rollout_correction.md#coming-from-verl) has the keys and metrics that were
+renamed. An example of October 2025:
+
+```text
+{settings}
+```
+
+becomes
+
+```text
+{overrides}
+```
+
+{notes}
 """
 
-CORRECTION_EXAMPLES: Mapping[str, tuple[str, ...]] = {
-    "August 2025 (era A)": ("actor_rollout_ref.actor.tis_imp_ratio_cap=2.0",),
-    "October 2025, truncated weights (era B)": (
-        "algorithm.rollout_is=True",
-        "algorithm.rollout_is_level=sequence",
-        "algorithm.rollout_is_mode=truncate",
-        "algorithm.rollout_is_threshold=2.0",
-    ),
-    "October 2025, masked tokens (era B3)": (
-        "algorithm.rollout_is=True",
-        "algorithm.rollout_is_level=token",
-        "algorithm.rollout_is_mode=mask",
-        "algorithm.rollout_is_threshold=2.0",
-        "algorithm.rollout_is_threshold_lower=0.5",
-    ),
-    "November 2025 (era C)": (
-        "algorithm.rollout_correction.rollout_is=token",
-        "algorithm.rollout_correction.rollout_is_threshold=2.0",
-        "algorithm.rollout_correction.rollout_rs=geometric",
-        "algorithm.rollout_correction.rollout_rs_threshold=1.001",
-        "algorithm.rollout_correction.rollout_rs_threshold_lower=0.999",
-        "algorithm.rollout_correction.bypass_old_logprob_for_rollout=False",
-    ),
-    "November 2025, two policies (era C)": (
-        "algorithm.rollout_correction.rollout_is=sequence",
-        "algorithm.rollout_correction.bypass_old_logprob_for_rollout=True",
-        "algorithm.rollout_correction.use_pure_rollout_correction=True",
-    ),
-    "since January 2026 (era D)": (
-        "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
-        "algorithm.rollout_correction.rollout_rs_threshold=0.99_1.001",
-    ),
-}
-"""Settings of rollout correction as each release had them."""
+CORRECTION_EXAMPLE = (
+    "algorithm.rollout_is=True",
+    "algorithm.rollout_is_level=token",
+    "algorithm.rollout_is_mode=mask",
+    "algorithm.rollout_is_threshold=2.0",
+    "algorithm.rollout_is_threshold_lower=0.5",
+)
 
 
 def render() -> str:
@@ -279,45 +271,58 @@ def _moved() -> str:
         for (key, value), translation in VALUE_NAMES.items()
         if value != translation
     }
-    agreements = ((f"`{key}`", agreement.instead) for key, agreement in AGREEMENTS.items())
     return (
         "\n## Keys by another name\n\nTheir values are taken over:\n\n"
         + table(("verl", "here"), ((f"`{key}`", f"`{new_key}`") for key, new_key in (MOVED | values).items()))
         + "\nThese belong to verl's recipes for asynchronous training:\n\n"
         + table(("verl", "here"), ((f"`{key}`", replacement) for key, replacement in WRITTEN_HERE.items()))
-        + "\nThese belong to tools, interactions and agent loops, where one of their files is given\n"
-        + "([environments.md](environments.md#coming-from-verl)):\n\n"
-        + table(
-            ("verl", "here"),
-            ((f"`{key}`", replacement) for key, replacement in environments.WRITTEN_HERE.items()),
-        )
         + "\nThese must be written as they are called here, because verl itself may ignore them:\n\n"
         + table(("verl", "write"), ((f"`{key}`", f"`{new_key}`") for key, new_key in sorted(RENAMED.items())))
-        + "\nThese are accepted if they agree with another key:\n\n"
-        + table(("verl", "what must hold"), agreements)
+        + f"\n{fill(_of_environments(), 100, break_on_hyphens=False)}\n"
+    )
+
+
+def _of_environments() -> str:
+    """The keys of tools, interactions and agent loops, in words."""
+    short = {
+        key.removeprefix("actor_rollout_ref.rollout."): here
+        for key, here in environments.WRITTEN_HERE.items()
+    }
+    arguments = _listed(key for key, here in short.items() if "argument" in here)
+    others = "; ".join(f"`{key}`: {here}" for key, here in short.items() if "argument" not in here)
+    return (
+        "Keys of tools, interactions and agent loops belong to an environment, where one of their files is "
+        f"given ([environments.md](environments.md#coming-from-verl)). {arguments} are its arguments of the "
+        f"same names. {others}."
     )
 
 
 def _refused() -> str:
-    """Tables of refused keys by section and of refused values; keys with the same reason share a row."""
-    keys_by_row: dict[str, dict[tuple[str, str], list[str]]] = {
-        section: defaultdict(list) for section in _SECTIONS
-    }
-    for key, refusal in REFUSALS.items():
-        keys_by_row[_section_of(key)][refusal.reason, _accepted(refusal)].append(key)
-    parts = [_REFUSED_HEAD]
-    for section, rows in keys_by_row.items():
-        cells = ((_listed(keys), reason, accepted) for (reason, accepted), keys in rows.items())
-        parts.append(f"\n### {section}\n\n" + table(("verl", "why, and what instead", "accepted"), cells))
-    values: dict[str, list[str]] = defaultdict(list)
+    """Tables of refused keys and values; keys with the same reason share a row."""
+    recipes = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RECIPES.glob("*.json"))]
+    typed = {word.lstrip("+").partition("=")[0] for recipe in recipes for word in recipe["overrides"]}
+    refusals = dict(sorted(entry for key in typed if (entry := refusal_of(moved(key))) is not None))
+    keys_by_row: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for key, refusal in refusals.items():
+        keys_by_row[refusal.reason, _accepted(refusal)].append(key)
+    rows = ((_listed(keys), reason, accepted) for (reason, accepted), keys in keys_by_row.items())
+    return (
+        _REFUSED_HEAD.format(count=len(recipes))
+        + table(("verl", "why, and what instead", "accepted"), rows)
+        + _VALUES_HEAD
+        + table(("key", "values", "write"), _refused_values())
+    )
+
+
+def _refused_values() -> Iterable[tuple[str, str, str]]:
+    """Refused values of a key with what to write instead; keys with the same values share a row."""
+    values: dict[tuple[str, str], list[str]] = defaultdict(list)
     for (key, value), reason in REFUSED_VALUES.items():
-        values[reason].append(f"{key}={value}")
-    rows_of_values = ((_listed(overrides), reason) for reason, overrides in values.items())
-    return "".join([*parts, "\n### Values\n\n", table(("verl", "why, and what instead"), rows_of_values)])
-
-
-def _section_of(key: str) -> str:
-    return next(section for section, prefixes in _SECTIONS.items() if key.startswith(prefixes))
+        values[key, reason.rpartition("write ")[2]].append(value)
+    keys: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for (key, instead), refused in values.items():
+        keys[_listed(refused), instead].append(key)
+    return ((_listed(names), refused, instead) for (refused, instead), names in keys.items())
 
 
 def _listed(keys: Iterable[str]) -> str:
@@ -344,13 +349,10 @@ def _defaults() -> str:
     """The table of other defaults; keys with the same defaults for the same reason share a row."""
     keys_by_row: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for key, (verl_default, reason) in OTHER_DEFAULTS.items():
-        keys_by_row[f"`{_override_value(verl_default)}`", _own_default(key), reason].append(key)
+        if key not in SAME_KEYS and reason not in _SAID_ELSEWHERE:
+            keys_by_row[f"`{_override_value(verl_default)}`", _own_default(key), reason].append(key)
     rows = ((_listed(keys), *defaults_and_reason) for defaults_and_reason, keys in keys_by_row.items())
-    return (
-        "\n## Same key, another default\n\nThe value of a key that is not given, in verl 0.9.1 and "
-        "here. All other shared keys have the\nsame default, or follow the same key.\n\n"
-        + table(("key", "in verl", "here", "why"), rows)
-    )
+    return _DEFAULTS_HEAD + table(("key", "in verl", "here", "why"), rows)
 
 
 def _own_default(key: str) -> str:
@@ -370,15 +372,10 @@ def _rewards_and_tools() -> str:
 
 
 def _correction() -> str:
-    parts = [_CORRECTION_HEAD]
-    for release, settings in CORRECTION_EXAMPLES.items():
-        migration = migrate(settings)
-        verl_overrides, overrides = "\n".join(settings), "\n".join(migration.overrides) or "(nothing)"
-        notes = "".join(
-            f"{fill(note, 100, initial_indent='- ', subsequent_indent='  ')}\n" for note in migration.notes
-        )
-        parts.append(
-            f"\n### {release}\n\n```text\n{verl_overrides}\n```\n\nbecomes\n\n```text\n{overrides}\n```\n\n"
-            f"{notes}"
-        )
-    return "".join(parts)
+    migration = migrate(CORRECTION_EXAMPLE)
+    notes = (fill(note, 100, initial_indent="- ", subsequent_indent="  ") for note in migration.notes)
+    return _CORRECTION.format(
+        settings="\n".join(CORRECTION_EXAMPLE),
+        overrides="\n".join(migration.overrides),
+        notes="\n".join(notes),
+    )

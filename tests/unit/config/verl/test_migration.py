@@ -29,6 +29,40 @@ def test_a_cap_of_the_first_release_becomes_token_weights() -> None:
     assert any("era A" in note for note in migration.notes)
 
 
+@pytest.mark.parametrize(
+    ("settings", "era", "overrides"),
+    [
+        (
+            [
+                "algorithm.rollout_is=True",
+                "algorithm.rollout_is_level=sequence",
+                "algorithm.rollout_is_mode=truncate",
+                "algorithm.rollout_is_threshold=2.0",
+            ],
+            "B3",
+            ["rollout_is=sequence", "rollout_is_threshold=2.0"],
+        ),
+        (
+            [f"{SECTION}.rollout_is=sequence", f"{SECTION}.bypass_old_logprob_for_rollout=True"],
+            "C",
+            ["bypass_mode=True", "rollout_is=sequence"],
+        ),
+        (
+            [f"{SECTION}.rollout_rs=seq_mean_k1", f"{SECTION}.rollout_rs_threshold=0.99_1.001"],
+            "D",
+            ["rollout_rs=seq_mean_k1", "rollout_rs_threshold=0.99_1.001"],
+        ),
+    ],
+)
+def test_settings_of_a_release_become_todays_and_load(
+    settings: list[str], era: str, overrides: list[str]
+) -> None:
+    migration = migrate(settings)
+    assert set(overrides) <= {override.removeprefix(f"{SECTION}.") for override in migration.overrides}
+    assert f"read as settings of era {era}" in " ".join(migration.notes)
+    load_run_config([*REST, *migration.overrides])
+
+
 def test_what_comes_out_runs() -> None:
     migration = migrate(
         [
