@@ -36,7 +36,6 @@ from verl_rc.config.load import load_run_config
 from verl_rc.study.runs import folder_of
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE, RESULTS = ROOT / "docs" / "evidence.md", ROOT / "docs" / "evidence" / "against_verl.jsonl"
 PRESETS_OF_VERL = json.loads((ROOT / "tests" / "golden" / "presets.json").read_text())["presets"]
 RATIOS = torch.tensor([[0.3, 3.0, 1.0], [1.0, 0.6, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
 MASK = torch.tensor([[True, True, True], [True, True, False], [True, False, False], [True, False, False]])
@@ -228,7 +227,3 @@ def test_lines_are_read_as_they_were_written(tmp_path: Path) -> None:
     write_lines(tmp_path / "lines.jsonl", lines)
     assert read_lines(tmp_path / "lines.jsonl") == lines
     assert read_lines(tmp_path / "none.jsonl") == []
-
-
-def test_the_page_is_that_of_the_results() -> None:
-    assert "\n\n".join(section(read_lines(RESULTS))) in PAGE.read_text(encoding="utf-8")
