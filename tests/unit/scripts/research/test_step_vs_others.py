@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from bench import step_vs_verl
-from bench.step_vs_verl import EDITS, Measured, accuracies, edit, memory_of
+from research.bench import step_vs_others
+from research.bench.step_vs_others import EDITS, Measured, accuracies, edit, memory_of
 
 
 def stand_in(folder: Path) -> Path:
@@ -38,25 +38,25 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_memory_of_a_run_is_that_of_its_processes(tmp_path: Path) -> None:
-    environment = {**os.environ, "STEP_VS_VERL": str(tmp_path)}
+    environment = {**os.environ, "STEP_VS_OTHERS": str(tmp_path)}
     program = "x = bytearray(64 << 20); x[::4096] = b'1' * len(x[::4096]); print(flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", program], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        (size,) = memory_of(f"STEP_VS_VERL={tmp_path}")
+        (size,) = memory_of(f"STEP_VS_OTHERS={tmp_path}")
         process.communicate(b"\n")
     assert size > 64 << 10
     deadline = time.monotonic() + 10
-    while memory_of(f"STEP_VS_VERL={tmp_path}") and time.monotonic() < deadline:
+    while memory_of(f"STEP_VS_OTHERS={tmp_path}") and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert memory_of(f"STEP_VS_VERL={tmp_path}") == []
+    assert memory_of(f"STEP_VS_OTHERS={tmp_path}") == []
 
 
-def test_accuracy_and_medians_are_read_from_the_steps() -> None:
+def test_accuracies_and_values_are_read_from_the_steps() -> None:
     steps = [{"step": step, "timing_s/step": float(step)} for step in range(5)]
     steps[4]["val-core/digits/acc/mean@1"] = 0.5
     run = Measured(10.0, 1.0, 8, steps)
     assert accuracies(run) == {4: 0.5}
-    assert step_vs_verl.median_of([run], "timing_s/step") == 3.5  # of steps 3 and 4: two warm up
+    assert step_vs_others.values_of([run], "timing_s/step") == [3.0, 4.0]  # two steps warm up

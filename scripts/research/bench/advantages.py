@@ -3,7 +3,7 @@ tensors.
 
 verl lives in a folder of its own, without what it depends on:
     pip install --no-deps --target ~/.verl verl==0.9.1 codetiming orjson
-Run: python scripts/bench/advantages.py --verl ~/.verl [--shape 4096x4096]
+Run: python scripts/research/bench/advantages.py --verl ~/.verl [--shape 4096x4096]
 The candidates take turns; medians are printed, and the largest difference of the results.
 """
 

@@ -4,7 +4,7 @@ read of the inputs.
 verl lives in a folder of its own, without what it depends on (both libraries see the same torch and the same
 tensors):
     pip install --no-deps --target ~/.verl verl==0.9.1 codetiming orjson
-Run: python scripts/bench/correction.py --verl ~/.verl [--shape 512x4096 --shape 256x8192]
+Run: python scripts/research/bench/correction.py --verl ~/.verl [--shape 512x4096 --shape 256x8192]
 
 The candidates take turns in one process; the median over the rounds is printed, with metrics as plain numbers
 included.
