@@ -1,9 +1,5 @@
-"""Runs of TRL's GRPO on a CPU with the hook, healthy and with planted faults; needs TRL 1.16.
+"""Runs of TRL's GRPO on a CPU with the hook, healthy and with planted faults."""
 
-Example: python -m scripts.trl_runs --model models/warm --output runs/trl --steps 8 healthy temperature
-"""
-
-import argparse
 import functools
 import random
 from collections.abc import Callable
@@ -129,21 +125,3 @@ def train(
         record_tokens(trainer)
     trainer.train()
     return trainer
-
-
-def main() -> None:
-    """Train once for each kind that was named."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(FAULTS)}; default: all")
-    parser.add_argument("--model", required=True, help="folder of a model that sorts digits")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=8)
-    options = parser.parse_args()
-    for kind in options.kinds or FAULTS:
-        train(options.model, options.output / kind, kind, options.steps)
-
-
-if __name__ == "__main__":
-    main()
