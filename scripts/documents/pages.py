@@ -2,10 +2,9 @@
 
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 
-from documents import configuration, migration, predictions, tables
+from documents import configuration, migration, tables
 
 PAGES: Mapping[str, Callable[[], str]] = {
     "docs/configuration.md": configuration.render,
@@ -18,15 +17,6 @@ PAGES: Mapping[str, Callable[[], str]] = {
 
 
 TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
-    "docs/leaderboard.md": {
-        "the exact track": tables.exact_track_table,
-        "origins": tables.exact_track_origin,
-        "the short track": partial(tables.track_table, "short"),
-        "the long track": partial(tables.track_table, "long"),
-        "the noise track": partial(tables.track_table, "noise"),
-        "predictions": predictions.exact_track_predictions,
-        "first steps": predictions.first_step_predictions,
-    },
     "docs/running.md": {"charts": tables.panels_table},
     "docs/token_record.md": {"fields": tables.fields_table},
     "docs/see_why.md": {

@@ -3,14 +3,9 @@ charts."""
 
 import textwrap
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
 
 from documents.markdown import table
 
-from verl_rc.bench.exact import CONDITIONS
-from verl_rc.bench.results import read_results
-from verl_rc.bench.standing import EQUAL, Result, known_methods
 from verl_rc.config.algorithms import POLICY_LOSSES
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
 from verl_rc.data.token_record import FIELDS, REQUIRED
@@ -21,11 +16,7 @@ from verl_rc.metrics.bounds import LOG_RATIO_BOUND
 from verl_rc.metrics.catalog import SECTIONS
 from verl_rc.metrics.catalog.symbols import SYMBOLS
 from verl_rc.metrics.panels import PANELS
-from verl_rc.study.bench import all_scores
-from verl_rc.study.standing import Score
-from verl_rc.study.tracks import SEEDS, TRACKS
 
-EXACT = Path(__file__).parents[2] / "docs" / "bench" / "exact.json"
 _METRICS_HEAD = """\
 # Metrics
 
@@ -115,92 +106,6 @@ def effective_overrides(name: str) -> str:
     """The effective fields of a preset as overrides."""
     decided = RolloutCorrectionConfig.from_preset(name).effective_fields()
     return f"`{' '.join(f'{field}={value}' for field, value in decided.items())}`" if decided else "none"
-
-
-def exact_track_table() -> str:
-    """Every stored result of the exact track, in docs/leaderboard.md."""
-    entries = read_results(EXACT).items()
-    results = sorted((Result.from_json(*entry) for entry in entries), key=lambda result: result.error)
-    conditions = list(CONDITIONS)
-    head = [
-        "place",
-        "method",
-        "error",
-        "worst",
-        *(f"bias, {name}" for name in conditions),
-        "frozen",
-        "forwards",
-    ]
-    rows = []
-    place, error = 0, -1.0
-    for count, result in enumerate(results, start=1):
-        if result.error > error + EQUAL:
-            place, error = count, result.error
-        worst = f"{result.findings[result.worst].best_error:.3f} ({result.worst})"
-        biases = [f"{result.findings[name].bias:.3f}" for name in conditions]
-        end = f"{result.flows['frozen'].score:.2f}"
-        cells = [
-            str(place),
-            f"`{result.name}`",
-            f"{result.error:.3f}",
-            worst,
-            *biases,
-            end,
-            str(result.forwards),
-        ]
-        rows.append(cells)
-    return table(head, rows)
-
-
-def exact_track_origin() -> str:
-    """The machines and versions that computed the stored results, in docs/leaderboard.md."""
-    origins = {
-        (
-            entry["machine"],
-            *(f"{name} {version}" for name, version in entry["versions"].items()),
-            entry["commit"],
-        )
-        for entry in read_results(EXACT).values()
-    }
-    rows = (map(str, origin) for origin in sorted(origins, key=str))
-    return table(("machine", "package", "torch", "Python", "commit"), rows)
-
-
-@cache
-def track_scores(name: str) -> tuple[Score, ...]:
-    """The scores of a track, which several tables show: reading its runs takes seconds."""
-    return tuple(all_scores(name))
-
-
-def track_table(name: str) -> str:
-    """Every method whose runs on a track with engines are stored, in docs/leaderboard.md."""
-    conditions = list(TRACKS[name].conditions)
-    head = ["place", "method", "score", "90 % interval", "worst", *conditions, "forwards", "s a step"]
-    rows = []
-    scores = sorted(track_scores(name), key=lambda score: -score.mean)
-    forwards = {method.name: method.forwards for method in known_methods()}
-    for score in scores:
-        low, high = score.interval
-        cells = [
-            str(1 + sum(rival.is_better_than(score) for rival in scores)),
-            f"`{score.method}`",
-            f"{score.mean:.3f}",
-            f"{low:.3f} to {high:.3f}",
-            score.worst,
-            *(f"{mean:.2f}" for mean in score.by_condition.values()),
-            str(forwards.get(score.method, "—")),
-            f"{score.seconds:.1f}",
-        ]
-        rows.append(cells)
-    machines, versions = (
-        sorted({made_on[place] or "not recorded" for score in scores for made_on in score.made_on})
-        for place in (0, 1)
-    )
-    summary = (
-        f"{len(scores)} methods, {len(scores) * len(conditions) * len(SEEDS)} runs. Machines: "
-        f"{'; '.join(machines) or 'none'}. Versions: {'; '.join(versions) or 'none'}."
-    )
-    return f"{table(head, rows)}\n{textwrap.fill(summary, 98)}\n"
 
 
 def signature_causes_table() -> str:

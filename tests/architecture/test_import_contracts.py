@@ -27,7 +27,6 @@ FAULTS = {
     "plan-light": ("preflight/plan.py", "import torch"),
     "insight-light": ("insight/verdict.py", "import torch"),
     "what-if-light": ("insight/what_if.py", "def late():\n    import transformers"),
-    "bench-light": ("bench/exact.py", "def late():\n    import tensordict"),
     "model-light": ("insight/replay/foreign.py", "def late():\n    import tensordict"),
     "siblings": ("config/__init__.py", "import verl_rc.metrics"),
 }
@@ -76,7 +75,6 @@ def skeleton(tmp_path):
         "preflight/explain.py": "from verl_rc.preflight import plan",
         "metrics/sinks.py": "import wandb",
         "config/load.py": "import hydra, omegaconf",
-        "bench/exact.py": "import torch",
         "cluster/placement.py": "import ray",
         "driver/train.py": "import ray\nfrom verl_rc.metrics import sinks\nfrom verl_rc.config import load",
         "data/rollout_batch.py": "",

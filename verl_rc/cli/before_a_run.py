@@ -1,6 +1,5 @@
 """Tools that need no run: what a configuration means, whether it can start here."""
 
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -15,44 +14,11 @@ from verl_rc.cli.subcommand import (
     quieten_libraries,
     user_error,
     write_lines,
-    write_result,
 )
 from verl_rc.printable import printable, write_error
 
 if TYPE_CHECKING:
     from verl_rc.config.run import RunConfig
-
-
-def _bench(options: Options) -> None:
-    # Of an installed script, sys.path has the script's folder, not that of the user's modules.
-    sys.path.insert(0, os.getcwd())
-    if options.track != "exact":
-        from verl_rc.study.bench import run_method
-        from verl_rc.study.machine import cores_of
-
-        if options.save is None:
-            raise ValueError(
-                f"the track {options.track} trains for long: say with --save where runs are kept"
-            )
-        cores = cores_of(options.cores)
-        write_result(run_method(options.track, options.method, options.save, cores), options.json)
-        return
-    from verl_rc.bench.method import find_method
-    from verl_rc.bench.results import record_results
-    from verl_rc.bench.standing import known_methods, run, stand
-
-    if options.method == "all":
-        if options.save is None:
-            raise ValueError("to run all methods takes minutes: say with --save where results are kept")
-        for method in known_methods():
-            record_results(options.save, {method.name: run(method)})
-            write_lines([method.name])
-            sys.stdout.flush()
-        return
-    standing = stand(find_method(options.method))
-    if options.save is not None:
-        record_results(options.save, {standing.result.name: standing.result})
-    write_lines([json.dumps(standing.result.as_json(), indent=2)] if options.json else standing.lines())
 
 
 def _exact(options: Options) -> int:
@@ -139,33 +105,6 @@ def _presets(options: Options) -> None:
 
 
 SUBCOMMANDS: Mapping[str, Subcommand] = {
-    "bench": Subcommand(
-        _bench,
-        "compare a method of correction with all others on CorrectionBench (docs/leaderboard.md)",
-        {
-            "method": {
-                "metavar": "METHOD",
-                "help": "a preset, loss_mode=NAME[,OPTION=VALUE], a YAML file of correction keys, or "
-                "module:function (a loss or a weight); all: every preset and loss",
-            },
-            "--track": {
-                "choices": ("exact", "short", "long", "noise"),
-                "default": "exact",
-                "help": "exact (default): every response of small policies, in seconds, without an engine; "
-                "the others train, for half an hour and more: a run that was interrupted is run again",
-            },
-            "--save": path_argument(
-                "FOLDER", "put results into FOLDER/exact.json, or runs into FOLDER/TRACK.jsonl"
-            ),
-            "--cores": {
-                "metavar": "0,1",
-                "default": "",
-                "help": "tracks that train: a run on each of these cores at a time, asynchronous ones left "
-                "out (default: one run on all)",
-            },
-            "--json": {"action": "store_true", "help": "print the result as JSON"},
-        },
-    ),
     "exact": Subcommand(
         _exact,
         "certify that engine and trainer compute the same bits, or name the first operation that differs",

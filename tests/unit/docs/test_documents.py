@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from evidence.studies import STUDIES
 from recipe_arguments import RECIPES, ROOT, arguments_of
 from rich.console import Console
 
@@ -138,8 +137,6 @@ def _mistake_in_script(arguments):
         return f"{script} does not exist"
     if script.startswith("scripts/cluster/submit"):
         return _mistake_in_script(further)
-    if script.startswith("recipes/evidence/"):
-        return _mistake_in_python(arguments_of(ROOT / script, *further))
     if script.startswith("recipes/"):
         try:
             load_run_config(arguments_of(ROOT / script, *further)[2:])
@@ -153,18 +150,6 @@ def _mistake_in_python(arguments):
         module, *overrides = arguments[1:]
         if module in ("pytest", "pip"):
             return None
-        if module == "scripts.evidence":
-            unknown = set(overrides) - {
-                *STUDIES,
-                "bill",
-                "against_verl",
-                "page",
-                "--quick",
-                "--verl",
-                "--cores",
-                "0,1",
-            }
-            return f"{unknown} is no study" if unknown else None
         path = ROOT / Path(*module.split("."))
         if not (path.with_suffix(".py").is_file() or path.is_dir()):
             return f"module {module} does not exist"
@@ -408,7 +393,7 @@ def test_a_preset_that_does_not_exist_is_found():
         ("python -m verl_rc.main_sft task=digits", "task=digits is no override"),
         ("python -m verl_rc.main_sft data.ghost=1", "no override"),
         ("python scripts/prepare_data/math_dataset.py --ghost x", "has no option --ghost"),
-        ("python -m scripts.trl_runs --ghost x temperature", "has no option --ghost"),
+        ("python -m scripts.research.study --ghost x", "has no option --ghost"),
         ("verl-rc ghost", "would refuse"),
         ("verl-rc export", None),
         ("verl-rc export runs/1/global_step_20", "would refuse"),

@@ -80,7 +80,6 @@ def test_a_bare_python_reads_runs_and_names_what_else_is_needed(
     check_readers(environment, run)
     torch = environment.tool("what-if", run, status=2)
     assert torch.startswith("verl-rc what-if: it needs torch, any version from 2.4 on")
-    assert "verl-rc bench: it needs torch" in environment.tool("bench", "disabled", status=2)
     trainer = environment.tool("explain", "trainer.seed=1", status=2)
     assert trainer.startswith("verl-rc explain: it needs hydra, which comes with the trainer")
 
@@ -97,5 +96,4 @@ def test_no_version_of_another_environment_moves(wheel: Path, tmp_path: Path, pa
     run = planted_run(tmp_path)
     check_readers(environment, run)
     assert "no preset is recommended" in environment.tool("what-if", run)
-    assert "place " in environment.tool("bench", "decoupled_seq_is")
     environment.run("-c", CORRECTION)

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from bench.live_bytes import LiveBytes
+from live_bytes import LiveBytes
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from bench.live_bytes import LiveBytes
-from bench.moved_bytes import MovedBytes
+from live_bytes import LiveBytes
+from moved_bytes import MovedBytes
 from torch import Tensor
 
 from verl_rc.tensor_ops import ScoreOptions, logprobs, scores_from_hidden_states

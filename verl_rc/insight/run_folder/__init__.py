@@ -1,7 +1,7 @@
 """Reading a run: its folder, or the log of another trainer, into ``RunData``."""
 
 from verl_rc.insight.run_folder.folder import DIAGNOSIS, read_replays, read_run
-from verl_rc.insight.run_folder.lines import whole_lines, whole_records
+from verl_rc.insight.run_folder.lines import whole_lines
 from verl_rc.insight.run_folder.recognise import token_source
 from verl_rc.insight.run_folder.records import (
     Alert,
@@ -28,5 +28,4 @@ __all__ = [
     "read_run",
     "token_source",
     "whole_lines",
-    "whole_records",
 ]

@@ -77,18 +77,6 @@ def read_records(
         notes.append(f"{path.name}: {len(broken)} line(s) are no records and are left out: {numbers}.")
 
 
-def whole_records(path: Path) -> Iterator[Record]:
-    """The record of each whole line; none where there is no file.
-
-    Raises ``ValueError`` for a damaged line.
-    """
-    for number, line in whole_lines(path) if path.is_file() else ():
-        record = parse_line(line)
-        if record is None:
-            raise ValueError(f"{path}, line {number} must be a JSON object. Remove the line.")
-        yield record
-
-
 def whole_lines(path: Path, folder: Path | None = None) -> Iterator[tuple[int, str]]:
     """Number, from 1, and text of each line, with its end; without half a last line.
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from planted_faults.foreign_layouts import WRITERS, Row
+from foreign_layouts import WRITERS, Row
 from planted_series import healthy, write_run
 from small_checkpoints import write_tiny_model
 from transformers import AutoModelForCausalLM

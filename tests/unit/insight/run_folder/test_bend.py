@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from planted_faults.planted_tokens import Array, Planted, Row, rows_of
+from planted_tokens import Array, Planted, Row, rows_of
 
 from verl_rc.data.token_rows import record_of_rows
 from verl_rc.insight.run_folder.bend import Bend, BendSums

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from planted_faults.planted_tokens import (
+from planted_tokens import (
     FIRST_ID,
     PLANS,
     STOP,

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from planted_faults.planted_tokens import PLANS, rows_of
+from planted_tokens import PLANS, rows_of
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionStatistics, SequenceContext, measure

@@ -12,8 +12,8 @@ import statistics
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted_faults.planted_tokens import Planted, rows_of
 from planted_series import COOLER, SIGNS, STEPS, healthy, planted, ramp, wave
+from planted_tokens import Planted, rows_of
 from sound_run import sound_run
 
 from verl_rc.config.errors import ConfigError

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from planted_faults.planted_tokens import FIRST_ID, PLANS, STOP, rows_of
 from planted_series import healthy, write_run
+from planted_tokens import FIRST_ID, PLANS, STOP, rows_of
 
 from verl_rc.data.token_lines import TokenLines
 from verl_rc.insight.run_folder import read_run

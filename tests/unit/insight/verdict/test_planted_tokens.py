@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from planted_faults.foreign_layouts import WRITERS
-from planted_faults.planted_tokens import PLANS, Row, rows_of
+from foreign_layouts import WRITERS
+from planted_tokens import PLANS, Row, rows_of
 
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.data.token_rows import record_of_rows

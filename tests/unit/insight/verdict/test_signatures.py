@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from planted_faults.planted_tokens import FIRST_ID, PLANS, STOP, rows_of
+from planted_tokens import FIRST_ID, PLANS, STOP, rows_of
 
 from verl_rc.data.token_lines import TokenLines
 from verl_rc.health.cause_table import LARGE

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from planted_faults.foreign_layouts import STEPS, WRITERS, miles, planted_rows, write_layout
+from foreign_layouts import STEPS, WRITERS, miles, planted_rows, write_layout
 from planted_series import healthy, write_run
 
 from verl_rc.cli import main

@@ -1,9 +1,0 @@
-#!/usr/bin/env bash
-# Whether bypass mode's clip needs the gap to do harm at 49 tokens: two runs at a time, a core each.
-#
-# Question, minutes and results: docs/evidence.md#clip. A study that was interrupted goes on. Further arguments are passed on:
-# --quick runs one seed of the arms that show the sign of the effect, words choose arms by their names.
-set -euo pipefail
-
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-exec "${PYTHON:-python}" -m scripts.evidence clip --cores 0,1 "$@"

@@ -1,9 +1,0 @@
-#!/usr/bin/env bash
-# What samples of old weights cost, and what correction gives back: one run at a time on two cores.
-#
-# Question, minutes and results: docs/evidence.md#staleness. A study that was interrupted goes on. Further arguments are passed on:
-# --quick runs one seed of the arms that show the sign of the effect, words choose arms by their names.
-set -euo pipefail
-
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-exec "${PYTHON:-python}" -m scripts.evidence staleness "$@"
