@@ -17,6 +17,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = dict(
 )
 
 _INSTEAD: Mapping[tuple[str, ...], str] = {
+    ("bench",): "python -m scripts.research.exact_track lists methods of correction, in a checkout",
     ("doctor", "--gpu"): "HARDWARE=1gpu bash scripts/quickstart.sh trains on one GPU for two minutes",
 }
 """What to use in the place of what is no subcommand or option here, though somebody may type it."""

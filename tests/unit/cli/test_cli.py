@@ -139,6 +139,21 @@ def test_a_damaged_checkpoint_is_one_line(
     assert message in refused(capsys, str(checkpoint), "--output", str(tmp_path / "out"))
 
 
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        (["bench", "all"], "scripts.research.exact_track"),
+        (["doctor", "task=digits", "--gpu"], "HARDWARE=1gpu bash scripts/quickstart.sh"),
+    ],
+)
+def test_what_is_not_there_names_what_to_use(
+    given: list[str], instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(given) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert instead in line
+
+
 def test_what_cannot_go_together_is_argparses_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         main(["export", "c", "--output", "o", "--critic", "--adapter"])
