@@ -9,7 +9,7 @@
 set -euo pipefail
 
 export RUN_DIR=${RUN_DIR:-${RUN_ROOT:-runs/guess}/rl_agent}
-agent=verl_rc.rollout.environments.guess_agent
+agent=recipes.environments.guess_agent
 started_by="function:$agent:play"
 if [[ ${PROCESS:-0} == 1 ]]; then started_by="command:[${PYTHON:-python},-m,$agent]"; fi
 

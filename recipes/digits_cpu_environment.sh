@@ -19,7 +19,7 @@ export MODEL_PATH=${MODEL_PATH:-$root/sft_model} DATA_DIR=${DATA_DIR:-$root/data
 exec bash "$(dirname "${BASH_SOURCE[0]}")/quickstart_digits_cpu.sh" \
     data.max_prompt_length=8 \
     data.max_response_length=24 \
-    actor_rollout_ref.rollout.environment.name="${ENVIRONMENT:-verl_rc.rollout.environments.guess:GuessNumber}" \
+    actor_rollout_ref.rollout.environment.name="${ENVIRONMENT:-recipes.environments.guess:GuessNumber}" \
     actor_rollout_ref.rollout.environment.max_turns=4 \
     actor_rollout_ref.actor.optim.lr=2e-4 \
     trainer.total_training_steps=200 \

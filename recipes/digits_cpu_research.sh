@@ -19,7 +19,7 @@ export MODEL_PATH=${MODEL_PATH:-$root/sft_model} DATA_DIR=${DATA_DIR:-$root/data
 exec bash "$(dirname "${BASH_SOURCE[0]}")/quickstart_digits_cpu.sh" \
     data.max_prompt_length=16 \
     data.max_response_length=80 \
-    actor_rollout_ref.rollout.environment.name=verl_rc.rollout.environments.research:Research \
+    actor_rollout_ref.rollout.environment.name=recipes.environments.research:Research \
     actor_rollout_ref.rollout.environment.max_turns=7 \
     actor_rollout_ref.actor.optim.lr=1e-4 \
     trainer.project_name=verl_rc_research \

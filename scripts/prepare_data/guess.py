@@ -10,12 +10,14 @@ Example: python scripts/prepare_data/guess.py --output_dir data/guess
 
 import argparse
 import random
+from pathlib import Path
 
 from problems import Row, conversation, rl_row, write_rows
 
 from verl_rc.config.paths import output_folder
-from verl_rc.rollout.environments.guess import HIGH, LOW, PROMPT
+from verl_rc.config.user_files import import_file
 
+GAME = import_file(Path(__file__).parents[2] / "recipes" / "environments" / "guess.py")
 DATA_SOURCE = "guess"
 
 
@@ -24,13 +26,13 @@ def game(generator: random.Random, numbers: int, turns: int, informed: float) ->
     last."""
     secret = generator.randrange(numbers)
     low, high = 0, numbers
-    messages = [("user", PROMPT)]
+    messages = [("user", GAME.PROMPT)]
     for turn in range(generator.randint(1, turns)):
         uses_hints = generator.random() < informed
         guess = generator.randrange(low, high) if uses_hints else generator.randrange(numbers)
         if turn:
             last = int(messages[-1][1])
-            messages.append(("user", HIGH if last > secret else LOW))
+            messages.append(("user", GAME.HIGH if last > secret else GAME.LOW))
         messages.append(("assistant", str(guess)))
         if guess == secret:
             break
@@ -65,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     sft_sizes = {"sft_train": options.num_sft, "sft_val": options.num_sft_val}
     for split, size in {**sizes, **sft_sizes}.items():
         if split in sizes:
-            rows = [rl_row(DATA_SOURCE, "guess", PROMPT, "", (split, index)) for index in range(size)]
+            rows = [rl_row(DATA_SOURCE, "guess", GAME.PROMPT, "", (split, index)) for index in range(size)]
         else:
             rows = [game(generator, options.numbers, options.turns, options.informed) for _ in range(size)]
         path = options.output_dir / f"{split}.parquet"

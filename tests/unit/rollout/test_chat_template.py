@@ -70,15 +70,14 @@ def arguments(tmp_path: Path) -> Any:
     [
         ((), None),
         (TOOLS, LOST),
-        (environment("verl_rc.rollout.environments.guess:GuessNumber"), None),
-        (environment("verl_rc.rollout.environments.research:Research"), LOST),
+        (environment("recipes.environments.guess:GuessNumber"), None),
+        (environment("recipes.environments.research:Research"), LOST),
         (environment(f"{__name__}:Both"), LOST),
         (environment(VERL), None),
         (
             (
-                *environment("verl_rc.rollout.environments.guess:GuessNumber"),
-                f"{ROLLOUT}.environment.choices={{look: {{name: 'verl_rc.rollout.environments.research:"
-                "Research'}}",
+                *environment("recipes.environments.guess:GuessNumber"),
+                f"{ROLLOUT}.environment.choices={{look: {{name: 'recipes.environments.research:Research'}}}}",
             ),
             LOST,
         ),

@@ -11,12 +11,12 @@ from conversing import episode
 from made_samples import part
 from make_tiny_model import build_tokenizer
 
+from recipes.environments.guess import GuessNumber
 from verl_rc.config.rollout import EnvironmentConfig, RolloutConfig
 from verl_rc.data.episode import Episode, Exchange, Reply, Turn
 from verl_rc.data.parts import Sample
 from verl_rc.rollout.conversation import Conversations
 from verl_rc.rollout.environment_host import Failure, StepResult, environment_host
-from verl_rc.rollout.environments.guess import GuessNumber
 from verl_rc.rollout.sampling import ConversationOptions, GenerationRequest
 
 
@@ -99,7 +99,7 @@ def test_research_is_paid_for_what_the_question_asks_for() -> None:
         "ground_truth": "53",
         "extra_info": {"facts": {"a": 1, "b": 12, "e": 34}},
     }
-    research = config("verl_rc.rollout.environments.research:Research")
+    research = config("recipes.environments.research:Research")
 
     def played(*texts: str) -> list[tuple[str, float]]:
         replies = [outcome.reply for outcome in play(research, turns(*texts), row)]
@@ -124,7 +124,7 @@ def test_a_game_of_gymnasium_is_an_environment() -> None:
 
 def test_games_are_asked_for_no_move_where_a_limit_leaves_no_room() -> None:
     none = Turn(1, "", (), stopped=False)
-    guess = config("verl_rc.rollout.environments.guess:GuessNumber")
+    guess = config("recipes.environments.guess:GuessNumber")
     lost = play(guess, [*turns("no number"), none], {})[1]
     assert lost.reply == Reply(done=True, metrics={"acc": 0.0, "guesses": 1.0})
     gym = config("verl_rc.rollout.environments.gym:Gym", arguments={"game": f"{__name__}:CountDown"})
@@ -133,7 +133,7 @@ def test_games_are_asked_for_no_move_where_a_limit_leaves_no_room() -> None:
 
 
 def test_a_row_names_its_environment() -> None:
-    guess = {"name": "verl_rc.rollout.environments.guess:GuessNumber", "arguments": {"numbers": 1}}
+    guess = {"name": "recipes.environments.guess:GuessNumber", "arguments": {"numbers": 1}}
     both = config(
         "verl_rc.rollout.environments.gym:Gym",
         arguments={"game": f"{__name__}:CountDown"},
@@ -174,7 +174,7 @@ def test_an_episode_has_at_most_so_many_turns(tmp_path: Path) -> None:
     assert last.sample.parts == grown.parts
 
 
-@pytest.mark.parametrize("name", ["verl_rc.rollout.environments.guess:Guess", "nowhere:At"])
+@pytest.mark.parametrize("name", ["recipes.environments.guess:Guess", "nowhere:At"])
 def test_an_environment_that_does_not_exist_is_refused_at_the_start(name: str) -> None:
     with pytest.raises(ValueError, match=r"rollout.environment.name=.* must name a class"):
         environment_host(config(name))

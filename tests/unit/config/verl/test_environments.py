@@ -65,7 +65,7 @@ def test_a_file_of_agent_loops_is_an_environment_too() -> None:
 
 
 def test_workers_are_hosts_of_any_environment() -> None:
-    own = f"{ENVIRONMENT}.name=verl_rc.rollout.environments.guess:GuessNumber"
+    own = f"{ENVIRONMENT}.name=recipes.environments.guess:GuessNumber"
     assert environment(own, f"{AGENT}.num_workers=2").hosts == 2
     assert environment(f"{AGENT}.num_workers=8") == EnvironmentConfig()
 

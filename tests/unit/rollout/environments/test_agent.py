@@ -105,17 +105,16 @@ def test_it_goes_on_elsewhere_from_its_turns() -> None:
 
 def test_the_guessing_agent_plays_the_game_of_the_guessing_environment() -> None:
     """Four turns without a number: the hints and the whole reward are those of the environment itself."""
-    rooms = "verl_rc.rollout.environments"
-    plays = {"function": f"{rooms}.guess_agent:play"}
+    plays = {"function": "recipes.environments.guess_agent:play"}
 
     async def game(name: str, **arguments: Any) -> tuple[Opening | None, list[Reply]]:
-        make = environment_class(f"{rooms}.{name}", arguments)
+        make = environment_class(name, arguments)
         host = Host(lambda _: make(), LIMITS)
         opening = await host.open({"ground_truth": "7"}, 5)
         return opening, replies([await host.step(episode(), turn(number, "x")) for number in range(4)])
 
-    opening, own = run(game("guess:GuessNumber"))
-    asked, agents = run(game("agent:Agent", **plays))
+    opening, own = run(game("recipes.environments.guess:GuessNumber"))
+    asked, agents = run(game("verl_rc.rollout.environments.agent:Agent", **plays))
     assert asked is not None
     assert opening is not None
     assert asked.messages == opening.messages

@@ -1,7 +1,7 @@
 """The guessing game as an agent: a loop of its own that asks the policy by the ``openai`` client.
 
-A function (``verl_rc.rollout.environments.guess_agent:play``), and a process
-(``python -m verl_rc.rollout.environments.guess_agent``).
+A function (``recipes.environments.guess_agent:play``), and a process
+(``python -m recipes.environments.guess_agent``).
 """
 
 import asyncio
@@ -13,8 +13,8 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
+from recipes.environments.guess import GuessNumber
 from verl_rc.rollout.environments.agent_task import AgentTask
-from verl_rc.rollout.environments.guess import GuessNumber
 
 
 async def play(task: AgentTask, numbers: int = 10, turns: int = 4) -> dict[str, Any]:
