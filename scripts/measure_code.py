@@ -21,7 +21,7 @@ ADDITIONS = {
     "metric": "response_length/clip_ratio",
     "stage": "dump_rollout_generations",
     "engine": "vllm",
-    "environment": "GuessNumber",
+    "environment": "Gym",
 }
 """One of each kind: the files that name it are the places that another one has to touch."""
 COMMENTED = ("correction", "losses", "weight_sync", "rollout", "workers")

@@ -26,7 +26,6 @@ FAULTS = {
     "config-light": ("config/__init__.py", "from torch import Tensor"),
     "plan-light": ("preflight/plan.py", "import torch"),
     "insight-light": ("insight/verdict.py", "import torch"),
-    "what-if-light": ("insight/what_if.py", "def late():\n    import transformers"),
     "model-light": ("insight/replay/foreign.py", "def late():\n    import tensordict"),
     "siblings": ("config/__init__.py", "import verl_rc.metrics"),
 }
@@ -69,7 +68,6 @@ def skeleton(tmp_path):
         "insight/replay/foreign.py": "import torch",
         "insight/picture.py": "",
         "insight/timeline.py": "",
-        "insight/what_if.py": "import torch",
         "insight/verdict.py": "from verl_rc.insight import run_folder",
         "ppo/objective.py": "import torch",
         "preflight/explain.py": "from verl_rc.preflight import plan",

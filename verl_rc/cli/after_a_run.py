@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 
 from verl_rc.cli.subcommand import (
     STEPS_ARGUMENT,
@@ -130,37 +129,6 @@ def _wandb_workspace(options: Options) -> None:
         ) from error
     view = json.dumps(workspace_json(entity, project), indent=2) if options.json else None
     write_lines([view or save_workspace(entity, project)])
-
-
-def _what_if(options: Options) -> None:
-    from verl_rc.insight.run_folder import read_run
-    from verl_rc.insight.verdict import judge
-    from verl_rc.insight.what_if import (
-        bias_updates,
-        clip_of,
-        read_batch,
-        tried_configs,
-        try_presets,
-        with_turns,
-    )
-
-    configs = tried_configs(options.presets, options.fields)
-    run = read_run(options.folder)
-    steps, gradients = options.steps or (), None
-    if options.gradients:
-        quieten_libraries()
-        from verl_rc.insight.replay.gradients import ParameterGradients
-
-        gradients = ParameterGradients(options.folder, *steps)
-    batch = read_batch(options.folder, *steps) if gradients is None else gradients.batch
-    batch = replace(batch, clip=clip_of(run.settings))
-    configs = configs if options.presets else with_turns(configs, batch)
-    result = try_presets(batch, configs, judge(run), updates=gradients or bias_updates)
-    if gradients is not None:
-        result = replace(result, notes=(*result.notes, gradients.cost))
-    if not run.is_own:
-        result = replace(result, notes=(f"Read as {run.source}.", *result.notes))
-    write_result(result, options.json)
 
 
 SUBCOMMANDS: Mapping[str, Subcommand] = {
@@ -298,29 +266,6 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
         {
             "project": {"metavar": "ENTITY/PROJECT", "help": "the user or team, and the project of the runs"},
             "--json": {"action": "store_true", "help": "print the view instead of saving it; no network"},
-        },
-    ),
-    "what-if": Subcommand(
-        _what_if,
-        "say what each preset would have done with the tokens that a run recorded, and which one it needs",
-        {
-            "folder": path_argument("RUN", "folder of a run with token records"),
-            "--presets": {"metavar": "A,B", "help": "presets to try (default: all of today)"},
-            "--set": {
-                "metavar": "KEY=VALUE",
-                "dest": "fields",
-                "action": "append",
-                "default": [],
-                "help": "a field of algorithm.rollout_correction; those given are tried together, as one "
-                "correction named 'given'",
-            },
-            **STEPS_ARGUMENT,
-            "--gradients": {
-                "action": "store_true",
-                "help": "take gradients of the trainer's model, at the weights that the run kept; a backward "
-                "pass a prompt and preset",
-            },
-            "--json": {"action": "store_true", "help": "print the table as JSON"},
         },
     ),
 }

@@ -1,12 +1,10 @@
 """Configuration of rollout correction: importance weights, rejection, and how they enter the loss."""
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from typing_extensions import Self
 
@@ -30,7 +28,6 @@ __all__ = [
     "CorrectionSettings",
     "RolloutCorrectionConfig",
     "WeightSettings",
-    "fields_from_text",
     "preset_fields",
 ]
 
@@ -372,15 +369,6 @@ class RolloutCorrectionConfig(PresetConstructors):
         """
         fields, notes = import_legacy(mapping)
         return cls.model_validate(fields), notes
-
-
-def fields_from_text(values: Mapping[str, object]) -> dict[str, object]:
-    """Fields as a user typed them, as values: text is read as YAML, but not bands: YAML takes ``0.5_5`` for
-    0.55."""
-    return {
-        key: yaml.safe_load(value) if isinstance(value, str) and not re.search(r"\d_", value) else value
-        for key, value in values.items()
-    }
 
 
 def _check_bound(rule: RejectionRule, bound: Threshold, key: str) -> None:

@@ -1,6 +1,6 @@
 """THE table of causes: everything that makes engine and trainer differ, in the words that users see.
 
-Alerts, verdict, diagnosis, what-if and docs/see_why.md read it. A row says what the cause is called, what to
+Alerts, verdict, diagnosis and docs/see_why.md read it. A row says what the cause is called, what to
 do about it, and what names it. The rules that look at a whole run or at replays are in
 ``verl_rc.insight.verdict``, the rows that signatures name in ``verl_rc.health.signature_causes``.
 """

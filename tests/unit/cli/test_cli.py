@@ -143,6 +143,7 @@ def test_a_damaged_checkpoint_is_one_line(
     ("given", "instead"),
     [
         (["bench", "all"], "scripts.research.exact_track"),
+        (["what-if", "run"], "docs/rollout_correction.md"),
         (["doctor", "task=digits", "--gpu"], "HARDWARE=1gpu bash scripts/quickstart.sh"),
     ],
 )

@@ -1,4 +1,4 @@
-"""``verl-rc diagnose`` and ``what-if --gradients``: recorded tokens through models again.
+"""``verl-rc diagnose``: recorded tokens through models again.
 
 Beside export the only tools that load models and engines. Nothing is imported here: ``foreign`` runs where
 the trainer's packages are not installed.

@@ -157,7 +157,7 @@ def test_a_folder_of_two_trainers_is_refused(tmp_path: Path) -> None:
         read_run(own)
 
 
-@pytest.mark.parametrize("command", ["report", "diagnose", "what-if", "convert"])
+@pytest.mark.parametrize("command", ["report", "diagnose", "convert"])
 def test_every_command_refuses_a_run_of_ours_with_files_of_another_trainer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
