@@ -17,9 +17,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = dict(
 )
 
 _INSTEAD: Mapping[tuple[str, ...], str] = {
-    (
-        "what-if",
-    ): "rollout_corr/* say what a correction does, docs/rollout_correction.md which one to take",
+    ("what-if",): "rollout_corr/* say what a correction does, docs/rollout_correction.md which one to take",
     ("bench",): "python -m scripts.research.exact_track lists methods of correction, in a checkout",
     ("doctor", "--gpu"): "HARDWARE=1gpu bash scripts/quickstart.sh trains on one GPU for two minutes",
 }
