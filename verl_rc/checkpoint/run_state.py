@@ -13,6 +13,7 @@ from verl_rc import __version__
 from verl_rc.checkpoint.checksums import FileSum, require_whole, write_checksums
 from verl_rc.checkpoint.saved_files import fields_in_one_line, read_json, read_tensors
 from verl_rc.checkpoint.store import CheckpointError
+from verl_rc.config.schema import value_at
 from verl_rc.health.guards import FailedGroups, RewardHistory
 from verl_rc.health.ranges import HealthHistory
 from verl_rc.ppo.admission import AdmissionState
@@ -308,7 +309,7 @@ _ABSENT = object()
 
 def _differences(saved: Mapping[str, Any], config: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
     """How the values of ``keys`` differ, in words; not those that one of the trees lacks."""
-    pairs = [(key, _value_or_absent(saved, key), _value_or_absent(config, key)) for key in keys]
+    pairs = [(key, value_at(saved, key, _ABSENT), value_at(config, key, _ABSENT)) for key in keys]
     return [words for pair in pairs if _ABSENT not in pair for words in _in_words(*pair)]
 
 
@@ -319,9 +320,3 @@ def _in_words(key: str, before: Any, now: Any) -> Iterator[str]:
             yield from _in_words(f"{key}.{name}", before[name], now[name])
     elif before != now:
         yield f"{key} was {before!r}, now it is {now!r}"
-
-
-def _value_or_absent(tree: Any, key: str) -> Any:
-    for part in key.split("."):
-        tree = tree.get(part, _ABSENT) if isinstance(tree, Mapping) else _ABSENT
-    return tree

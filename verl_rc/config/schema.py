@@ -138,10 +138,10 @@ def leaves_of(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value
 
 
-def value_at(tree: Any, key: str) -> Any:
-    """The value at a dotted key of a tree of mappings; None where it has none."""
+def value_at(tree: Any, key: str, absent: Any = None) -> Any:
+    """The value at a dotted key of a tree of mappings; ``absent`` where it has none."""
     for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, Mapping) else None
+        tree = tree.get(part, absent) if isinstance(tree, Mapping) else absent
     return tree
 
 

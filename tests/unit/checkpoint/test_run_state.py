@@ -20,7 +20,7 @@ from verl_rc.checkpoint.run_state import (
     state_under,
 )
 from verl_rc.checkpoint.store import CheckpointError
-from verl_rc.config.schema import public_values
+from verl_rc.config.schema import public_values, value_at
 from verl_rc.data.dataset import EpochBatches
 from verl_rc.health.guards import FailedGroups, RewardHistory, StepScores
 from verl_rc.health.ranges import CauseEpisode, CauseHistory, HealthHistory
@@ -310,4 +310,4 @@ def test_every_setting_of_a_rule_of_resuming_exists() -> None:
         *OPEN_GROUP_KEYS,
         *(key for keys in run_state._MEASURED_UNDER.values() for key in keys),
     ]
-    assert [key for key in keys if run_state._value_or_absent(known, key) is run_state._ABSENT] == []
+    assert [key for key in keys if value_at(known, key, run_state._ABSENT) is run_state._ABSENT] == []
