@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.optim import AdamW
+from small_learner import small_learner
 
 from verl_rc.checkpoint import CheckpointError, RunState, SavedRun, load_full_state_dict, shards_problem
 from verl_rc.checkpoint.checksums import CHECKSUM_FILE, require_whole
@@ -24,18 +23,9 @@ SHARDS = (".metadata", "__0_0.distcp", "random_state_0.pt", "shards.json")
 STATE = ("data.pt", "run_state.json")
 
 
-def learner() -> tuple[nn.Module, AdamW]:
-    torch.manual_seed(0)
-    model = nn.Linear(40, 50)
-    optimizer = AdamW(model.parameters())
-    model(torch.ones(1, 40)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
 def write(folder: Path, step: int = 2) -> Path:
     (folder / "actor").mkdir(parents=True)
-    write_shards(folder / "actor", collect_shards(*learner(), {}))
+    write_shards(folder / "actor", collect_shards(*small_learner(40, 50), {}))
     SavedRun(RunState(step, prompts={"row": torch.arange(9)}), {}, num_ranks=1).save(folder)
     return folder
 
@@ -129,7 +119,7 @@ def test_no_library_s_advice_to_load_it_unguarded_is_passed_on(
         content = (folder / name).read_bytes()
         damage(folder / name)
         with pytest.raises(CheckpointError) as found:
-            load_shards(folder, *learner())
+            load_shards(folder, *small_learner(40, 50))
         assert "weights_only" not in str(found.value)
         assert len(str(found.value).splitlines()) == 1
         (folder / name).write_bytes(content)

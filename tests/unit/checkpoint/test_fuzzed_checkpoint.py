@@ -24,8 +24,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim import AdamW
+from small_learner import small_learner
+from torch import Tensor
 
 from verl_rc.checkpoint import (
     CheckpointError,
@@ -126,19 +126,10 @@ class Runs:
         return (os.system, ("exit 7",))
 
 
-def learner() -> tuple[nn.Module, AdamW]:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    optimizer = AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "global_step_1"
-    write_shards(folder / "actor", collect_shards(*learner(), {"scheduler": {"num_steps": 1}}))
+    write_shards(folder / "actor", collect_shards(*small_learner(3, 2), {"scheduler": {"num_steps": 1}}))
     groups = {"groups": [], "token_ids": torch.tensor([3], dtype=torch.int32)}
     supply = SupplyState(AdmissionState(1, 1, 0, ()), LedgerState(1, {}, balance=1), groups=groups)
     state = RunState(1, prompts={"row": torch.arange(9), "epoch": [0, 1.5, None, "x"]}, supply=supply)
@@ -350,7 +341,7 @@ def tree_of(value: object, depth: int = 0) -> Iterator[object]:
 
 
 def resumed(folder: Path) -> object:
-    model, optimizer = learner()
+    model, optimizer = small_learner(3, 2)
     extra = load_shards(folder / "actor", model, optimizer)
     rates = [group["lr"] for group in optimizer.param_groups]
     return [extra, rates, [tensor.detach() for tensor in dict(model.state_dict()).values()]]
