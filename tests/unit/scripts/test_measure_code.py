@@ -1,58 +1,49 @@
 """Numbers about a package that can be counted by hand."""
 
+import sys
 from pathlib import Path
 
+import measure_code
 import pytest
-from measure_code import ADDITIONS, Package, measure, patched_files
+from measure_code import BUDGETS, Package, house, patched_files
 from recipe_arguments import ROOT
+
+from verl_rc.config.run import RunConfig
+from verl_rc.config.schema import fields_of
+from verl_rc.metrics.catalog import SECTIONS
 
 
 @pytest.fixture
 def package(tmp_path: Path) -> Package:
     """Three modules, one above the other, and a block that two of them share."""
-    folder = tmp_path / "verl_rc" / "correction"
-    folder.mkdir(parents=True)
+    folder = tmp_path / "verl_rc"
+    (folder / "correction").mkdir(parents=True)
     block = "".join(f"    number_{i} = values['key_{i}'] + {i}\n" for i in range(8))
     (folder / "low.py").write_text(
         f'"""Low."""\n\n\ndef low(values):  # a comment\n    """Say so."""\n{block}'
     )
-    (folder / "middle.py").write_text(
-        "from verl_rc.correction.low import low\n\n\n"
-        f"def middle(values):\n{block}\n"
-        "    try:\n        low(values[f'{values}'])\n    except Exception:\n        raise\n"
+    (folder / "correction" / "middle.py").write_text(
+        f"from verl_rc.low import low\n\n\ndef middle(values):\n{block}\n"
+        "    if values:\n        low(values)\n    raise ValueError\n"
     )
-    (folder / "high.py").write_text(
-        "from verl_rc.correction import middle\n\nkpop: Literal['x'] = middle  # kpops\n"
-    )
+    (folder / "main_ppo.py").write_text("from verl_rc import low\n\nlow.low({})\n")
     return Package(folder)
 
 
 def test_files_lines_and_functions(package: Package) -> None:
-    assert package.sizes == [3, 13, 17]
-    assert package.function_sizes == [10, 14]
+    assert sorted(package.sizes) == [3, 13, 16]
+    assert sorted(package.function_sizes) == [10, 13]
+    assert package.rooms == 3
 
 
-def test_comments_are_counted_and_docstrings_are_not(package: Package) -> None:
-    assert package.num_comments == 2
-    assert package.comments_per_100_lines == pytest.approx(200 / 33)
-
-
-def test_string_subscripts_and_broad_excepts(package: Package) -> None:
-    assert package.string_subscripts == 17
-    assert package.broad_excepts == 1
+def test_statements_are_counted_without_docstrings(package: Package) -> None:
+    low, middle, main = 1 + 8, 1 + 1 + 8 + 3, 2
+    assert package.statements() == low + middle + main
+    assert package.statements(package.reached(["verl_rc.main_ppo"])) == low + main
 
 
 def test_repeated_stretches(package: Package) -> None:
-    assert package.repeated_percent == pytest.approx(100 * 16 / (1 + 9 + 13))
-
-
-def test_the_longest_chain_of_imports(package: Package) -> None:
-    assert package.import_chain == 3
-
-
-def test_a_name_is_a_whole_word(package: Package) -> None:
-    assert [path.name for path in package.files_that_name("kpop")] == ["high.py"]
-    assert package.files_that_name("number") == []
+    assert package.repeated_percent == pytest.approx(100 * 16 / (9 + 12 + 1))
 
 
 def test_every_patch_of_contributing_is_counted() -> None:
@@ -65,10 +56,22 @@ def test_every_patch_of_contributing_is_counted() -> None:
         "engine",
         "environment",
     ]
-    assert set(ADDITIONS) == set(patched_files(ROOT))
 
 
-def test_examples_of_each_addition_are_there() -> None:
-    numbers = measure(ROOT)
-    for kind, name in ADDITIONS.items():
-        assert int(numbers[f"files that name the {kind} {name}"]) > 0
+def test_keys_and_metrics_are_those_of_the_package() -> None:
+    numbers = house(ROOT)
+    assert numbers["configuration keys"] == len(fields_of(RunConfig))
+    assert numbers["metrics"] == sum(len(section) for section in SECTIONS.values())
+    assert numbers.keys() == BUDGETS.keys()
+
+
+def test_a_number_over_its_budget_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["measure_code.py", str(ROOT)])
+    monkeypatch.setitem(BUDGETS, "statements of the package", 1)
+    monkeypatch.setitem(BUDGETS, "metrics", 10**6)
+    measure_code.main()
+    lines = {line.split(" | ")[0].strip("| "): line for line in capsys.readouterr().out.splitlines()}
+    assert "(over)" in lines["statements of the package"]
+    assert "(over)" not in lines["metrics"]
