@@ -6,7 +6,7 @@ import pytest
 from real_runs import left_over_processes, metrics_of, of_folder, train
 from small_runs import SHARE_OF_DIGITS, run_overrides
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.chaos
 
 SAMPLES_PER_STEP = 16
 NOTHING_FROM_STEP_3 = f"""

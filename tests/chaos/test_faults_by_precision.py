@@ -10,7 +10,7 @@ from real_steps import RealRun, move_weights, open_faulty_run, plant, real_step,
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.weight_sync.proof import SyncProofError
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.chaos
 
 LEARNING_RATE = 5e-5
 ENGINES = {

@@ -15,7 +15,7 @@ from compared_runs import committed, differences
 from real_runs import of_folder, train
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.chaos,
     pytest.mark.skipif(os.geteuid() != 0, reason="mounting a disk of a given size takes root"),
 ]
 

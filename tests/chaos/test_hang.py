@@ -10,7 +10,7 @@ from compared_runs import differences
 from real_runs import left_over_processes, of_folder, train
 from small_runs import SHARE_OF_DIGITS, run_overrides
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.chaos
 
 STEPS = 3
 HANG_TIMEOUT_SECONDS = 20.0

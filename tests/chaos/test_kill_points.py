@@ -2,7 +2,7 @@
 equals what never died, to the last bit.
 
 One run lives many times: each life goes on from the newest checkpoint and ends at the next point. Run by
-hand, all in order: ``pytest tests/chaos/test_kill_points.py -m slow -v``.
+hand, all in order: ``pytest tests/chaos/test_kill_points.py -m chaos -v``.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import pytest
 from compared_runs import committed, differences, prompts_in_order
 from real_runs import of_folder, train
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.chaos
 
 TRAIN, STAGES, WEIGHTS = "verl_rc.driver.train", "verl_rc.driver.stages", "verl_rc.driver.weights"
 DECIDE, SUPPLY = "verl_rc.driver.scored_groups", "verl_rc.driver.supply"

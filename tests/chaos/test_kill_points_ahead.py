@@ -3,7 +3,7 @@ are resumed with it.
 
 As in test_kill_points.py, one run lives many times, for whole responses and for responses that publications
 cut. A lost engine is replaced while the run lives. Run by hand, all in order: ``pytest
-tests/chaos/test_kill_points_ahead.py -m slow -v``.
+tests/chaos/test_kill_points_ahead.py -m chaos -v``.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ import pytest
 from compared_runs import committed, differences, prompts_in_order
 from real_runs import metrics_of, of_folder, train
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.chaos
 
 TRAIN, STAGES, WEIGHTS = "verl_rc.driver.train", "verl_rc.driver.stages", "verl_rc.driver.weights"
 SUPPLY = "verl_rc.driver.supply:Supply"

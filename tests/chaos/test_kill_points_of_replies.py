@@ -3,7 +3,7 @@
 Five lives each end before a reply and five after one, in synchronous runs and in runs whose responses
 publications cut, with a state in the engine's process and without one in two hosts. The process of the
 environment itself is killed, too, and the run goes on. Run by hand: ``pytest
-tests/chaos/test_kill_points_of_replies.py -m slow -v``.
+tests/chaos/test_kill_points_of_replies.py -m chaos -v``.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from compared_runs import committed, differences
 from guessing import KILL
 from real_runs import of_folder, train
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.chaos
 
 STEPS = 6
 CUT = (

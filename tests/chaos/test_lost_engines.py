@@ -8,7 +8,7 @@ from compared_runs import differences, prompts_in_order
 from real_runs import left_over_processes, metrics_of, of_folder, train
 from small_runs import SHARE_OF_DIGITS, run_overrides
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.chaos
 
 STEPS = 4
 GENERATE = "verl_rc.driver.supply:Supply.take"
