@@ -164,7 +164,7 @@ def render_reference() -> str:
 def _groups() -> Iterator[tuple[str, str]]:
     for folder in sorted(path for path in _CONFIGS.iterdir() if path.is_dir()):
         yield f"`{folder.name}`", _listed(file.stem for file in sorted(folder.glob("*.yaml")))
-    yield "`correction`", "every preset: [presets.md](presets.md)"
+    yield "`correction`", "every [preset](rollout_correction.md#presets)"
 
 
 def _section_in_yaml(model: type[BaseModel], indent: str) -> Iterator[str]:

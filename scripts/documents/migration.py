@@ -232,7 +232,7 @@ _CORRECTION = """
 ## Rollout correction of every release
 
 `verl-rc migrate` reads the settings of every release since August 2025. Presets are accepted by all
-their names ([presets.md](presets.md)), and
+their [names](rollout_correction.md#presets), and
 [rollout_correction.md](rollout_correction.md#coming-from-verl) has the keys and metrics that were
 renamed. An example of October 2025:
 
@@ -292,7 +292,7 @@ def _of_environments() -> str:
     others = "; ".join(f"`{key}`: {here}" for key, here in short.items() if "argument" not in here)
     return (
         "Keys of tools, interactions and agent loops belong to an environment, where one of their files is "
-        f"given ([environments.md](environments.md#coming-from-verl)). {arguments} are its arguments of the "
+        f"given ([tasks.md](tasks.md#coming-from-verl)). {arguments} are its arguments of the "
         f"same names. {others}."
     )
 

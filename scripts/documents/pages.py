@@ -11,13 +11,13 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "configs/reference.yaml": configuration.render_reference,
     "docs/metrics.md": tables.metrics_page,
     "docs/migration_from_verl.md": migration.render,
-    "docs/presets.md": tables.presets_page,
 }
 """What writes each page, by its path in a checkout."""
 
 
 TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/running.md": {"charts": tables.panels_table},
+    "docs/rollout_correction.md": {"presets": tables.presets_table},
     "docs/token_record.md": {"fields": tables.fields_table},
     "docs/see_why.md": {
         "signature causes": tables.signature_causes_table,

@@ -78,28 +78,20 @@ def _wrapped(item: str) -> str:
     return textwrap.fill(item, 100, subsequent_indent="  ")
 
 
-_PRESETS_HEAD = """\
-# Presets of rollout correction
-
-`algorithm.rollout_correction.preset=NAME` stands for the fields below, all of
-`algorithm.rollout_correction`; fields that you give win over the preset's. In Python:
-`RolloutCorrectionConfig.from_preset("NAME", rollout_is_threshold=3.0)`. `verl-rc presets` prints
-the same list. `python -m scripts.documents` writes this page from `PRESETS` in `verl_rc/config`.
-
-[Which preset](rollout_correction.md#which-preset) has the reasons. Most runs want
-`decoupled_token_is` (long responses), `decoupled_seq_is` (short ones), or `bypass_ppo_clip` (no
-forward pass for old log-probs).
-
-"""
-
-
-def presets_page() -> str:
-    """docs/presets.md: one table, in the order of the presets."""
+def presets_table() -> str:
+    """The presets in docs/rollout_correction.md: names that stand for the same fields share a row."""
+    names: dict[str, list[str]] = {}
+    for name in PRESETS:
+        names.setdefault(effective_overrides(name), []).append(name)
     rows = (
-        (f"`{name}`", preset.summary, effective_overrides(name), preset.origin)
-        for name, preset in PRESETS.items()
+        (
+            ", ".join(f"`{name}`" for name in alike),
+            fields,
+            "; ".join(dict.fromkeys(PRESETS[name].origin for name in alike)),
+        )
+        for fields, alike in names.items()
     )
-    return _PRESETS_HEAD + table(("preset", "what it does", "fields", "the name comes from"), rows)
+    return table(("preset", "fields", "the name comes from"), rows)
 
 
 def effective_overrides(name: str) -> str:

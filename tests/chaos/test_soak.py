@@ -1,9 +1,9 @@
 """An asynchronous run of an hour with faults: an engine killed every minute, a tool that now and then raises
 or never answers.
 
-Run by hand: ``SOAK_MINUTES=60 pytest tests/chaos/test_soak.py -m chaos -s``; without the variable it takes six
-minutes. On a busy machine, where an engine takes longer to start, ``SOAK_KILL_SECONDS=120`` leaves more time
-between two kills than a minute. ``SUMS`` may name a folder with ``data`` and ``sft_model`` of
+Run by hand: ``SOAK_MINUTES=60 pytest tests/chaos/test_soak.py -m chaos -s``; without the variable it takes
+six minutes. On a busy machine, where an engine takes longer to start, ``SOAK_KILL_SECONDS=120`` leaves more
+time between two kills than a minute. ``SUMS`` may name a folder with ``data`` and ``sft_model`` of
 recipes/digits_cpu_tools.sh; else they are made.
 """
 

@@ -176,7 +176,7 @@ def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
                 key,
                 _first_line(error),
                 "files must hold chat messages, data_source and reward_model",
-                "correct the file; docs/data_and_tools.md makes one",
+                "correct the file; docs/tasks.md makes one",
             )
             continue
         inputs.rows = inputs.rows or rows

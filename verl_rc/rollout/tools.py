@@ -227,7 +227,7 @@ def find_tools(names: Sequence[str]) -> dict[str, Tool]:
         if inspect.iscoroutinefunction(tool.function):
             raise ValueError(
                 f"{key} must have a function that returns its answer, got an `async def`. Write a plain "
-                "function, or an environment (docs/environments.md), whose methods may wait."
+                "function, or an environment (docs/tasks.md#environments), whose methods may wait."
             )
         if tool.name in tools:
             raise ValueError(

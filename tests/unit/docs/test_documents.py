@@ -30,7 +30,7 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 NAME = [document.relative_to(ROOT).as_posix() for document in DOCUMENTS]
-ABOUT_VERL = {"migration_from_verl.md", "rollout_correction.md", "your_trainer.md", "environments.md"}
+ABOUT_VERL = {"migration_from_verl.md", "rollout_correction.md", "your_trainer.md", "tasks.md"}
 """Documents that name keys of verl beside those of this project."""
 KEYS_OF_OTHERS = {"trainer.enable_token_export", "trainer.dump_data_batch"}
 """Keys of prime-rl and SkyRL, which docs/your_trainer.md names."""

@@ -76,13 +76,12 @@ def test_kernels_are_in_the_gpu_image_and_what_is_compiled_later_lies_where_a_vo
 
 @pytest.fixture
 def docker_calls(tmp_path):
-    """The arguments of each call of docker by the commands of docs/docker.md, which a shell runs here."""
+    """The arguments of each call of docker by the commands of docs/cluster.md, which a shell runs here."""
     stub = tmp_path / "docker"
     stub.write_text(f"""#!/bin/sh\nprintf '%s\\n' "$@" >>{tmp_path}/calls\necho >>{tmp_path}/calls\n""")
     stub.chmod(0o755)
-    (commands,) = re.findall(
-        r"```bash\n(.*?)```", (DOCKER.parent / "docs" / "docker.md").read_text(), re.DOTALL
-    )
+    page = (DOCKER.parent / "docs" / "cluster.md").read_text()
+    (commands,) = re.findall(r"```bash\n(docker.*?)```", page, re.DOTALL)
     work = tmp_path / "checkout"
     work.mkdir()
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}

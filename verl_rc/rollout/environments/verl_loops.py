@@ -127,8 +127,8 @@ def _configured_loops(path: str | None) -> Mapping[str, Callable[[], Environment
             raise ValueError(
                 f"{key}: {entry['name']} is {entry['_target_']}, which must be a verl_rc.rollout.environment."
                 "Environment: an AgentLoopBase of verl's drives the engine itself. Write what it answers to "
-                "a turn as an Environment (docs/environments.md), or let it call the chat endpoint as an "
-                f"agent (docs/agents.md){cause}"
+                "a turn as an Environment (docs/tasks.md#environments), or let it call the chat endpoint as "
+                f"an agent (docs/tasks.md#agents){cause}"
             )
         arguments = {name: value for name, value in entry.items() if name not in ("name", "_target_")}
         loops[entry["name"]] = partial(loop_class, **arguments)

@@ -296,7 +296,9 @@ def test_limits_without_effect_are_refused(tmp_path: Path, limits: dict[str, Any
 @pytest.mark.parametrize("target", ["tools_of_verl.OwnLoop", "verl_that_is_not_there.loops.Loop"])
 def test_a_loop_of_verls_is_refused_with_the_ways_out(tmp_path: Path, target: str) -> None:
     entry = {"name": "react", "_target_": target}
-    with pytest.raises(ValueError, match=f"react is {target}, which must be a .*Environment.*docs/agents.md"):
+    with pytest.raises(
+        ValueError, match=f"react is {target}, which must be a .*Environment.*docs/tasks.md#agents"
+    ):
         host(written(tmp_path, agent_loop_config=[entry]))
 
 

@@ -9,16 +9,17 @@ from documents import pages
 from documents.pages import stale_pages, write_pages
 from recipe_arguments import ROOT
 
-QUICKLY_WRITTEN = ("docs/metrics.md", "docs/presets.md", "docs/see_why.md")
+QUICKLY_WRITTEN = ("docs/metrics.md", "configs/reference.yaml", "docs/see_why.md")
 
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Some of the generated pages by themselves, as if there were no others."""
-    (tmp_path / "docs").mkdir()
+    for folder in ("docs", "configs"):
+        (tmp_path / folder).mkdir()
     for kind in ("PAGES", "TABLES"):
         known = getattr(pages, kind)
-        monkeypatch.setattr(pages, kind, {name: known[name] for name in QUICKLY_WRITTEN if name in known})
+        monkeypatch.setattr(pages, kind, {name: known[name] for name in known if name in QUICKLY_WRITTEN})
     for name in QUICKLY_WRITTEN:
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
@@ -31,9 +32,9 @@ def test_the_pages_are_current() -> None:
 def test_a_page_that_is_stale_or_missing_is_written(checkout: Path) -> None:
     with (checkout / "docs/metrics.md").open("a") as page:
         page.write("x\n")
-    (checkout / "docs/presets.md").unlink()
-    assert stale_pages(checkout) == ["docs/metrics.md", "docs/presets.md"]
-    assert write_pages(checkout) == ["docs/metrics.md", "docs/presets.md"]
+    (checkout / "configs/reference.yaml").unlink()
+    assert stale_pages(checkout) == ["configs/reference.yaml", "docs/metrics.md"]
+    assert write_pages(checkout) == ["configs/reference.yaml", "docs/metrics.md"]
     assert stale_pages(checkout) == []
     assert (checkout / "docs/metrics.md").read_text() == (ROOT / "docs/metrics.md").read_text()
 
@@ -51,10 +52,10 @@ def test_the_command_checks_and_writes(
 ) -> None:
     monkeypatch.setattr(command, "ROOT", checkout)
     assert command.main(["--check"]) == 0
-    (checkout / "docs/presets.md").write_text("old\n")
+    (checkout / "configs/reference.yaml").write_text("old\n")
     assert command.main(["--check"]) == 1
-    assert capsys.readouterr().out == "docs/presets.md is stale: run python -m scripts.documents\n"
-    assert (checkout / "docs/presets.md").read_text() == "old\n"
+    assert capsys.readouterr().out == "configs/reference.yaml is stale: run python -m scripts.documents\n"
+    assert (checkout / "configs/reference.yaml").read_text() == "old\n"
     assert command.main([]) == 0
-    assert capsys.readouterr().out == "docs/presets.md written\n"
+    assert capsys.readouterr().out == "configs/reference.yaml written\n"
     assert command.main(["--check"]) == 0

@@ -1,13 +1,20 @@
-"""docs/presets.md says what the presets are."""
+"""docs/rollout_correction.md says what the presets are."""
 
-from documents.tables import effective_overrides, presets_page
+import re
+
+from documents.tables import effective_overrides, presets_table
 
 from verl_rc.config.rollout_correction import PRESETS
 
 
-def test_every_preset_has_one_row():
-    rows = [line for line in presets_page().splitlines() if line.startswith("| `")]
-    assert sorted(row.split("`")[1] for row in rows) == sorted(PRESETS)
+def test_every_preset_is_in_one_row():
+    rows = [line.split(" | ")[0] for line in presets_table().splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", "".join(rows))) == sorted(PRESETS)
+
+
+def test_names_for_the_same_fields_share_a_row():
+    (row,) = (line for line in presets_table().splitlines() if "`token_is`" in line)
+    assert row.startswith("| `decoupled_token_is`, `token_is`, `token_tis`, `tis` | `rollout_is=token ")
 
 
 def test_fields_are_those_that_decide_something():
