@@ -96,14 +96,32 @@ def render() -> str:
         "of other sections."
     )
     parts = [_HEAD.format(groups=table(("group", "choices"), _groups()), names=_filled(names))]
+    first: dict[str, str] = {}
     for name, model in sections(RunConfig):
-        leaves = (
-            (f"`{leaf}`", "required" if field.is_required() else f"`{field.default!r}`", _meaning(field))
+        leaves = [
+            (leaf, field)
             for leaf, field in model.model_fields.items()
             if section_of(field.annotation) is None
+        ]
+        rows = (
+            (
+                f"`{leaf}`",
+                "required" if field.is_required() else f"`{field.default!r}`",
+                _meaning_once(field, f"{name}.{leaf}", first),
+            )
+            for leaf, field in leaves
         )
-        parts.append(f"\n## {name}\n\n{table(('key', 'default', 'meaning'), leaves)}")
+        parts.append(f"\n## {name}\n\n{table(('key', 'default', 'meaning'), rows)}")
     return "".join([*parts, *_algorithms()])
+
+
+def _meaning_once(field: FieldInfo, key: str, first: dict[str, str]) -> str:
+    """What ``key`` means, or the key that means the same and comes ``first`` on the page."""
+    followed, meaning = followed_key(field), _meaning(field)
+    if followed is not None and followed.rpartition(".")[2] == key.rpartition(".")[2]:
+        return f"Null: that of ``{followed}``."
+    said = first.setdefault(meaning, key)
+    return meaning if said == key else f"As ``{said}``."
 
 
 def _filled(text: str) -> str:
