@@ -16,7 +16,6 @@ PAGES: Mapping[str, Callable[[], str]] = {
 
 
 TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
-    "docs/running.md": {"charts": tables.panels_table},
     "docs/rollout_correction.md": {"presets": tables.presets_table},
     "docs/token_record.md": {"fields": tables.fields_table},
     "docs/see_why.md": {

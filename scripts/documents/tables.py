@@ -15,7 +15,6 @@ from verl_rc.health.signature_causes import SIGNATURE_CAUSES
 from verl_rc.metrics.bounds import LOG_RATIO_BOUND
 from verl_rc.metrics.catalog import SECTIONS
 from verl_rc.metrics.catalog.symbols import SYMBOLS
-from verl_rc.metrics.panels import PANELS
 
 _METRICS_HEAD = """\
 # Metrics
@@ -126,13 +125,3 @@ def fields_table() -> str:
             (f"`{name}`", f"{kind}{' [R]' if field.is_of_tokens else ''}", f"{needed}{field.meaning}")
         )
     return table(("field", "type", "what it is"), rows)
-
-
-def panels_table() -> str:
-    """The charts of a workspace in docs/running.md."""
-    rows = (
-        (section if place == 0 else "", panel.title, ", ".join(f"`{name}`" for name in panel.metrics))
-        for section, panels in PANELS.items()
-        for place, panel in enumerate(panels)
-    )
-    return table(("section", "chart", "metrics"), rows)
