@@ -22,7 +22,6 @@ from verl_rc.config.schema import fields_of
 from verl_rc.config.sft import SftConfig
 from verl_rc.config.verl.keys import is_verl_key
 from verl_rc.config.verl.migration import is_correction_key
-from verl_rc.metrics.catalog import CATALOG
 from verl_rc.metrics.sinks import ConsoleSink
 
 DOCUMENTS = [
