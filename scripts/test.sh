@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what is needed, then checks style, types, import contracts and runs the tests: bash scripts/test.sh [pytest arguments]
 #
-# Examples: bash scripts/test.sh tests/unit -x        bash scripts/test.sh -m slow tests/chaos
+# Examples: bash scripts/test.sh tests/unit -x        bash scripts/test.sh -m slow
 # VERL_RC_TEST_STEPS picks the steps (default: "lint format types imports pytest").
 set -euo pipefail
 
