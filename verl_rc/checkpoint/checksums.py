@@ -35,7 +35,7 @@ class FileSum:
 
     @classmethod
     def of(cls, path: Path) -> "FileSum":
-        """Of a file on the disk."""
+        """Size and checksum of a file on the disk."""
         size, crc = 0, 0
         with open_inside(path.parent, path) as file:
             while block := file.read(_BLOCK):
@@ -64,7 +64,7 @@ class SummingFileSystem(FileSystem):
 
     def __init__(self) -> None:
         self.sums: dict[str, FileSum] = {}
-        """By name."""
+        """Sums by file name."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:

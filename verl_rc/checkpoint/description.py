@@ -69,7 +69,7 @@ def read_description(data: bytes) -> Metadata:
 
 
 def file_lengths(metadata: Metadata) -> dict[str, tuple[int, int]]:
-    """By file: bytes of all parts together, and where the last of them ends."""
+    """Length of each file: bytes of all its parts together, and where the last of them ends."""
     lengths: dict[str, tuple[int, int]] = {}
     for place in metadata.storage_data.values():
         total, end = lengths.get(place.relative_path, (0, 0))

@@ -47,7 +47,7 @@ def read_pickle(
         names: Whether a name is one of those that the file may name; only strings and numbers are keys of
             dicts, beside these.
         call: Returns what stands for a call of a name with arguments.
-        stored: Returns what stands for a persistent id; None: the file may have none.
+        stored: Returns what stands for a persistent id. None if the file may have none.
 
     Raises:
         RefusedPickleError: the pickle holds anything else, or is damaged.

@@ -153,11 +153,11 @@ class RunState:
     prompts: dict[str, Any] = field(default_factory=dict)
     """``state_dict`` of the prompt stream: its position in the data."""
     supply: SupplyState | None = None
-    """Groups in flight or waiting, and what became of the others; None: before the first step."""
+    """Groups in flight or waiting, and what became of the others. None means before the first step."""
     control: ControlState = field(default_factory=ControlState)
     """Adaptive weight of the KL penalty and adaptive rejection threshold."""
     rollout_gap_limit: float | None = None
-    """Limit of the mean gap of a step's rollouts, nats; None: not calibrated yet."""
+    """Limit of the mean gap of a step's rollouts, nats. None means not calibrated yet."""
     canary_gap_limit: float | None = None
     """Limit of the mean gap of canary tokens, nats."""
     skipped_updates: int = 0

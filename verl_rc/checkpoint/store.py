@@ -56,8 +56,8 @@ class CheckpointStore:
     """
 
     def __init__(self, run_folder: Path, keep: int | None) -> None:
-        """``keep``: number of newest checkpoints that are kept (``trainer.max_actor_ckpt_to_keep``); None:
-        all."""
+        """``keep``: number of newest checkpoints that are kept (``trainer.max_actor_ckpt_to_keep``). None
+        means all."""
         self.run_folder = run_folder
         self._keep = keep
         self.begun: int | None = None

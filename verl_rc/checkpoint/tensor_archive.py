@@ -20,7 +20,7 @@ from typing_extensions import Buffer
 from verl_rc.checkpoint.plain_pickle import Name, RefusedPickleError, read_pickle
 
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-"""By the name in a pickle."""
+"""Data types by their name in a pickle."""
 _STORAGES = {
     "torch.BFloat16Storage": torch.bfloat16,
     "torch.BoolStorage": torch.bool,

@@ -177,7 +177,7 @@ class EngineGroup:
         self._call_all("load_staged", version)
 
     def loaded(self) -> list[list[LoadReceipt] | None]:
-        """Each engine's receipts, one per worker, of the update last staged; None: not loaded. Raises
+        """Each engine's receipts, one per worker, of the update last staged. None means not loaded. Raises
         ``EnginesLostError``."""
         return self._call_all("loaded")
 

@@ -20,9 +20,9 @@ class Request:
     """What the engine has of it; after an update that cut it with its tokens so far."""
     engine: int
     owner: Any = None
-    """What its sample is for, which is no matter of the engines; None: its caller waits for it."""
+    """What its sample is for, which is no matter of the engines. None if its caller waits for it."""
     outcome: Sample | str | None = None
-    """Its sample, or why there is none (its environment failed); None: it has not ended."""
+    """Its sample, or why there is none (its environment failed). None if it has not ended."""
 
     @property
     def number(self) -> int:
@@ -76,7 +76,7 @@ class EngineWork:
         self._by_seed = by_seed
         self._numbers = count()
         self._requests: dict[int, Request] = {}
-        """By number."""
+        """Requests by number."""
         self._cancelled: dict[int, int] = {}
         """The engine of each cancelled request, by number; the engine may still answer it."""
 

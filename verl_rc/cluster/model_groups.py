@@ -153,7 +153,7 @@ class TeacherGroup(FrozenGroup):
 
 
 FROZEN_GROUPS: dict[str, type[FrozenGroup]] = {group.role: group for group in (ReferenceGroup, TeacherGroup)}
-"""By role, the groups of ``RunConfig.frozen_policies``."""
+"""Groups of ``RunConfig.frozen_policies``, by role."""
 
 
 class RewardModel:

@@ -16,7 +16,7 @@ from verl_rc.rewards.process import Result
 from verl_rc.workers.host import usable_cores
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Of each process; the driver's own values take precedence."""
+"""Variables of each process; the driver's own values take precedence."""
 _MOST_PROCESSES = 8
 _CANCEL_SECONDS = 5.0
 """How long after its time limit a call of an ``async def`` may take to be cancelled."""

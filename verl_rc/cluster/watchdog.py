@@ -131,7 +131,7 @@ class AwaitedProcess:
     last_answer: str
     """What its last sign of life was."""
     state: ProcessState | None
-    """Its state in the kernel; None: it has answered."""
+    """Its state in the kernel. None if it has answered."""
 
 
 def summary(
@@ -200,7 +200,7 @@ class Watchdog:
     def __init__(self) -> None:
         self._processes: WeakSet[Any] = WeakSet()
         self.limit_seconds: float | None = None
-        """Limit of waits that are given none; None: unlimited."""
+        """Time limit of waits that give none themselves. None means unlimited."""
         self._folder: Path | None = None
 
     @contextmanager

@@ -78,7 +78,7 @@ class WeightTransport(ABC):
         raise NotImplementedError
 
     def loaded(self) -> Receipts | None:
-        """The engines' receipts of the last staged update; None: an engine has not loaded it yet."""
+        """The engines' receipts of the last staged update. None if an engine has not loaded it yet."""
         raise NotImplementedError
 
 

@@ -223,9 +223,9 @@ class PromptRow:
     extra_info: dict[str, Any]
     """Further fields, passed to reward functions."""
     agent_name: str | None = None
-    """Name of its environment; None: that of the run, if there is one."""
+    """Name of its environment. None means that of the run, if there is one."""
     opening: Opening | None = None
-    """What its environment opens with, encoded in ``prompt_token_ids``; None: ``messages``."""
+    """What its environment opens with, encoded in ``prompt_token_ids``. None means ``messages``."""
 
     @property
     def prompt(self) -> Sequence[Message]:
@@ -317,7 +317,7 @@ class PromptDataset(Dataset[PromptRow]):
         return {source: self._record(row_index)[1] for source, row_index in first_rows.items()}
 
     def without_ground_truth(self) -> str | None:
-        """The location of the first prompt without a ground truth; None: every prompt has one."""
+        """The location of the first prompt without a ground truth. None if every prompt has one."""
         cells = [cell for file in self._files for cell in file.column("reward_model")]
         for row_index in self._row_indices:
             cell = cells[row_index]
@@ -499,7 +499,7 @@ class PromptStream:
 
     def __init__(self, loader: Any, saved: Mapping[str, Any] | None = None) -> None:
         """``loader``: result of ``build_train_loader``; nobody else may iterate it. ``saved``: the state to
-        resume; None: the beginning."""
+        resume. None means the beginning."""
         self._loader = loader
         self._order: EpochBatches = loader.batch_sampler
         self._batches: Iterator[list[PromptRow]] = _endless(loader)

@@ -61,7 +61,7 @@ class Reply:
     messages: Sequence[Message] = ()
     """What the policy reads before its next turn; none where the episode is done."""
     reward: float = 0.0
-    """Of this turn."""
+    """Reward of this turn."""
     done: bool = False
     """The episode has ended."""
     truncated: bool = False
@@ -73,7 +73,7 @@ class Reply:
     """Another conversation, which the next turn answers in the place of ``messages``: it sees nothing of what
     was before."""
     waited: float = field(default=0.0, compare=False)
-    """Seconds that the sample waited for it; whoever asks for a reply measures them."""
+    """Seconds that the sample waited for it; the caller that asks for a reply measures them."""
     asked_again: int = field(default=0, compare=False)
     """Calls that were made once more for it, because one failed."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
@@ -166,10 +166,10 @@ class Episode:
     """The row of the data: ``prompt`` (messages), ``data_source``, ``ground_truth``, ``extra_info``,
     ``agent_name``."""
     seed: int
-    """Of the environment's own randomness; that of all samples of a group."""
+    """Seed of the environment's random numbers, the same for all samples of a group."""
     opening: Opening | None = None
-    """What its prompt was made of, with which it must open here too; None: the row's prompt."""
+    """What its prompt was made of, with which it must open here too. None means the row's prompt."""
     state: bytes | None = None
     """What ``Environment.state`` gave after the last reply."""
     history: Sequence[Exchange] | None = None
-    """The turns so far; None: not sent."""
+    """The turns so far. None means not sent."""

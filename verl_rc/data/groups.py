@@ -59,7 +59,7 @@ class Scores:
     extras: dict[str, list[object]] = field(default_factory=dict)
     """Further columns of ``n`` plain values, e.g. ``acc``."""
     unpenalised: Tensor | None = None
-    """float32 ``[n]``: before the overlong penalty, by which a group may be filtered; None: there is no
+    """float32 ``[n]``: before the overlong penalty, by which a group may be filtered. None if there is no
     penalty, or the group was decided before a checkpoint."""
 
     @classmethod
@@ -103,9 +103,9 @@ class Group:
     samples: Sequence[GroupSample]
     """``rollout.n`` of them, in the order of their index; with ``remax`` a greedy one comes last."""
     scores: Scores | None = None
-    """Scores of its samples; None: some have not ended, or they are not scored yet."""
+    """Scores of its samples. None until all have ended and are scored."""
     fate: Fate | None = None
-    """``kept``: it will be trained on; None: undecided."""
+    """``kept``: it will be trained on. None means undecided."""
     attempt: int = 0
     """Number of restarts after a sample had failed: part of the seeds of its samples."""
 

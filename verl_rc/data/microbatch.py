@@ -31,7 +31,7 @@ class MicroBatchLimit:
     """The size limit of one forward pass: a number of rows, or a number of tokens."""
 
     max_rows: int | None = None
-    """Rows of one micro-batch on one rank; None: no limit by rows."""
+    """Rows of one micro-batch on one rank. None means no limit by rows."""
     max_tokens: int | None = None
     """Tokens (prompt and response) of one micro-batch on one rank; a longer row forms its own micro-batch."""
 

@@ -27,9 +27,9 @@ class Sizes:
     """What the pages of a file hold."""
 
     values: int
-    """Of all columns; an empty list counts as one."""
+    """Values of all columns; an empty list counts as one."""
     num_bytes: int
-    """Unpacked, with references to a dictionary as they are."""
+    """Unpacked size, with references to a dictionary as they are."""
 
 
 def sizes_of(file: BinaryIO, metadata: Any) -> Sizes:

@@ -84,7 +84,7 @@ class Sample:
     state: bytes | None = None
     """State of the environment after the last reply."""
     engine: int | None = None
-    """Number of the engine; None: the run has one, or the sample comes from a checkpoint."""
+    """Number of the engine. None if the run has one, or the sample comes from a checkpoint."""
 
     @property
     def tool_calls(self) -> int:

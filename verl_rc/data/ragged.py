@@ -20,7 +20,8 @@ class Ragged(Generic[Record]):
 
     kind: type[Record]
     columns: Mapping[str, Column]
-    """By field, those of ``kind.tokens`` included: a value for each row, or for each token, row after row.
+    """Columns by field, those of ``kind.tokens`` included: a value for each row, or for each token, row after
+    row.
 
     Arrays cross Ray without a copy. One array stands for two fields where one tensor did, and travels once.
     """

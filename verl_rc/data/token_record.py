@@ -89,7 +89,7 @@ class TokenRecord:
     """``n`` rows of one step, and the tokens of all their responses, concatenated."""
 
     facts: Mapping[str, Any]
-    """Of the step and its run: at least ``step`` and ``trainer``."""
+    """Facts of the step and its run: at least ``step`` and ``trainer``."""
     rows: Mapping[str, Array]
     """``[n]`` by name in ``FIELDS``; ``row``, ``group``, ``source`` and ``chosen_by`` always."""
     lengths: Array

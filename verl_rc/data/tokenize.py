@@ -200,8 +200,8 @@ def _render_whole(tokenizer: Any, messages: Sequence[Mapping[str, Any]], argumen
 
 
 def _first_lost(messages: Sequence[Mapping[str, Any]], text: str) -> Mapping[str, Any] | None:
-    """The first message whose content is not in ``text`` behind those of the messages before it; None: there
-    is none. Templates may drop spaces around a content, and write it as JSON."""
+    """The first message whose content is not in ``text`` behind those of the messages before it. None if
+    there is none. Templates may drop spaces around a content, and write it as JSON."""
     position = 0
     for message in messages:
         content = message.get("content")

@@ -88,7 +88,7 @@ def _ended() -> Iterator[tuple[int, int]]:
 
 
 def _wait(child: int) -> int | None:
-    """The status with which the command ends; None: the order to end has come before."""
+    """Exit status of the command. None if the order to end came before."""
     while signal.sigwait(_AWAITED) != signal.SIGTERM:
         for pid, status in _ended():
             if pid == child:

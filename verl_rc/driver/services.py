@@ -32,12 +32,12 @@ class Services:
     prompts: PromptStream
     """Training prompts, batch by batch."""
     openings: Openings | None
-    """What environments open episodes with; None: the data's prompts."""
+    """What environments open episodes with. None means the data's prompts."""
     validation_rows: list[PromptRow]
     scorer: ResponseScorer
     actor: ActorGroup
     critic: CriticGroup | None
-    """The critic; None: nothing needs values."""
+    """The critic. None if nothing needs values."""
     frozen: Mapping[str, FrozenGroup]
     """The policies that only score, with models of their own, by role."""
     engines: EngineGroup

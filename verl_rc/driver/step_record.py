@@ -62,7 +62,7 @@ class StepRecord:
         """Final numbers by metric name; ``add`` adds some."""
         self._records: list[Metric] = []
         self.tokens: StepTokens | None = None
-        """By which speeds are measured; None: by none."""
+        """Tokens and devices of the step, for its speeds. None before the batch is known."""
         self.ledger = Ledger()
         """What became of every token sampled for training."""
         self.engines_replaced = 0
@@ -70,10 +70,10 @@ class StepRecord:
         self.requests_reissued = 0
         """Requests that an engine was lost with and another answered."""
         self.wait_stage: str | None = None
-        """The stage in which an asynchronous run waits for its batch; None: the run is synchronous, and
+        """The stage in which an asynchronous run waits for its batch. None if the run is synchronous, and
         samples there itself."""
         self.histograms: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
-        """By name, edges and counts: ``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``."""
+        """Edges and counts by name: ``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``."""
 
     @contextmanager
     def stage(self, name: str, **facts: Any) -> Iterator[None]:

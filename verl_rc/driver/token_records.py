@@ -92,7 +92,7 @@ class TokenRecorder:
             thin_out(self._folder, self._settings.max_megabytes << 20, MOST_FILES, _KEPT)
 
     def _reason(self, step: int) -> str | None:
-        """Why a record of the step is written; None: none is."""
+        """Why a record of the step is written. None for a step without one."""
         settings = self._settings
         last_alert = self._services.tracker.last_alert
         if not settings.enable:

@@ -81,7 +81,7 @@ class CauseJudgement:
     has_cause: bool = False
     """Whether a cause holds in this step and held in the step before."""
     messages: Mapping[str, CauseMessage] = field(default_factory=dict)
-    """Of the causes that begin or end with this step, by name."""
+    """Messages about causes that begin or end with this step, by the cause's name."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """To be added to those of the step."""
 

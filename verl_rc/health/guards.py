@@ -76,7 +76,7 @@ class FailedGroups:
     at: tuple[int, ...] = ()
     """For each of them, the number of groups that had been decided before it; the last 100 count."""
     first_error: str | None = None
-    """Why the first group of the run failed; None: none did."""
+    """Why the first group of the run failed. None if none did."""
 
     def with_failure(self, num_decided: int, error: str) -> "FailedGroups":
         """Add a failure after ``num_decided`` groups. Raises ``TooManyFailedGroupsError`` above 1 % of the
@@ -113,7 +113,7 @@ class RewardHistory:
     recent: tuple[StepScores, ...] = ()
     """Oldest first; at most a window of them."""
     best: float | None = None
-    """The best mean over a window; None: no window was full yet."""
+    """The best mean over a window. None if no window was full yet."""
 
     def with_scores(self, scores: Tensor, window: int) -> "RewardHistory":
         """Add the scores ``[B]`` of a step; the last ``window`` steps are kept
@@ -127,7 +127,7 @@ class RewardHistory:
         return RewardHistory(recent, mean if self.best is None else max(self.best, mean))
 
     def collapse(self, window: int, drop: float | None) -> str | None:
-        """The sentence about a collapse; None: there is none, or ``drop`` is None.
+        """The sentence about a collapse. None if there is none, or ``drop`` is None.
 
         The reward has collapsed when the mean of the last ``window`` steps is below the best one by more than
         the share ``drop`` of it (``trainer.alerts.reward_drop``), and by more than chance explains.

@@ -37,7 +37,7 @@ class CauseEpisode:
     first: int
     last: int
     is_told: bool = False
-    """Whether an alert has told of it."""
+    """Whether an alert was sent about it."""
 
 
 @dataclass(frozen=True)

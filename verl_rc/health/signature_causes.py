@@ -36,7 +36,7 @@ class SignatureCause(Cause):
     """Metrics without which nothing is claimed; their medians, and numbers derived from them, fill the
     sentence."""
     substitutes: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """By metric of ``needs``, the metric that is read where the step does not have it."""
+    """Metrics that are read where the step lacks one of ``needs``, by the name of that one."""
     blames_filter: bool = False
     """Whether it says that a filter is not mirrored. A trainer that has the engine's kept sets mirrors it."""
     holds: Callable[[Step], bool]

@@ -24,7 +24,7 @@ def surrogates(
 ) -> tuple[Tensor, Tensor]:
     """``−A r`` and ``−A clip(r)``, [B, T] each; PPO's loss is the larger of the two.
 
-    ``clipped``: the ratio in its bounds; None: in those of ``clip_ratio``.
+    ``clipped``: the ratio within its bounds, by default those of ``clip_ratio``.
     """
     clipped = clip_ratio(ratio, inputs) if clipped is None else clipped
     return -inputs.advantages * ratio, -inputs.advantages * clipped

@@ -18,7 +18,7 @@ class TopTokens:
     log_probs: Tensor
     """[B, T, W], nats, of the current policy; with gradient."""
     lowest: float | None = None
-    """What log-probs of both are raised to, nats; None: nothing is."""
+    """Lower bound of the log-probs of both, nats. None for no bound."""
 
     def divergence(self, kept: Tensor) -> Tensor:
         """``Σ π_T (log π_T − log π)`` over these tokens, at least 0: KL(teacher ‖ current) but for the rest
@@ -58,9 +58,9 @@ def compute_distillation_loss(
         teacher_log_probs: [B, T], nats; a constant. NaN outside ``loss_mask`` is harmless.
         kind: an estimator of ``kl_penalty`` (``distillation.distillation_loss.loss_mode``); not read beside
             ``top_tokens``.
-        max_clamp: nats, > 0; None: no bound.
-        policy_loss: a registered loss that selects no tokens; None: the divergence itself is the loss.
-        top_tokens: for ``forward_kl_topk``; None: the sampled token is looked at alone.
+        max_clamp: nats, > 0. None means no bound.
+        policy_loss: a registered loss that selects no tokens. None means the divergence itself is the loss.
+        top_tokens: for ``forward_kl_topk``. None if the sampled token is looked at alone.
 
     Returns:
         The loss, 0-d, and ``distillation/*``: means over ``loss_mask``.

@@ -77,7 +77,7 @@ class PolicyLossInputs:
     aggregation: Aggregation = field(default_factory=lambda: Aggregation("token-mean"))
     """The mode and its denominators."""
     mini_batch_statistics: MiniBatchStatistics | None = None
-    """Of the whole mini-batch; None takes the tensors given for the mini-batch."""
+    """Statistics of the whole mini-batch. None takes the tensors given as the mini-batch."""
 
     @property
     def unbounded_log_ratio(self) -> Tensor:

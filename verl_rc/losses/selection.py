@@ -131,7 +131,7 @@ def mini_batch_statistics(
     from_ranks: GatherOverRanks | None = None,
 ) -> MiniBatchStatistics:
     """Statistics of a mini-batch from this rank's share of it (at least one micro-batch) and what the other
-    ranks add; None: there are no others.
+    ranks add. None if there are no others.
 
     Means are taken over all tokens of the mini-batch that are in the loss; then its tokens are ordered, and
     the score of the last one that is selected is found among the best of every rank. So neither micro-batches

@@ -113,10 +113,10 @@ class Admission:
     """M (1 + k) B (``AsyncTrainingConfig.groups_in_memory``): groups that may be in flight or wait at
     once."""
     total: int | None = None
-    """Groups that the run trains on in all, after which none is admitted; None: no limit."""
+    """Groups that the run trains on in all, after which none is admitted. None means no limit."""
     draw: int | None = None
     """A synchronous run with dynamic sampling admits this many groups at once, and as many again when all are
-    decided and fewer than B are kept; None: groups are admitted one by one, as places get free."""
+    decided and fewer than B are kept. None if groups are admitted one by one, as places get free."""
     published: int = 0
     """Version that the engines hold: training steps done when it was published."""
     admitted: int = 0
@@ -293,8 +293,8 @@ def _lowest_numbers(groups: list[OpenGroup], rule: ReplayRule) -> NextBatch:
 
 
 def _newest_that_does_not_fit(groups: Collection[OpenGroup], trained: int, rule: ReplayRule) -> int | None:
-    """The newest version v for which more ``groups`` have a version <= v than can be trained on in time;
-    None: all fit."""
+    """The newest version v for which more ``groups`` have a version <= v than can be trained on in time. None
+    if all fit."""
     by_version = Counter(group.version for group in groups)
     total = 0
     newest = None

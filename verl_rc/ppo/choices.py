@@ -22,8 +22,9 @@ def mini_batch_loss_name(config: ActorConfig, correction: RolloutCorrectionConfi
 
 
 def distillation_loss_name(config: DistillationLossConfig, correction: RolloutCorrectionConfig) -> str | None:
-    """The policy loss of the teacher's advantages; None: the divergence from the teacher is
-    differentiated."""
+    """The policy loss of the teacher's advantages. None if the loss differentiates the divergence from the
+    teacher.
+    """
     if not config.use_policy_gradient:
         return None
     return correction.named_loss or config.policy_loss_mode

@@ -31,7 +31,8 @@ class Control:
     kl_coef: float
     """The weight β of the KL penalty in the reward, in units of reward per nat, >= 0."""
     rejection_threshold: float | None
-    """u of the bounds 1/u to u of the rejection rule, >= 1; None: the configuration's, which is fixed."""
+    """u of the bounds 1/u to u of the rejection rule, >= 1. None means the configuration's, which is fixed.
+    """
 
     @classmethod
     def from_config(cls, algorithm: AlgorithmConfig, saved: ControlState | None = None) -> "Control":

@@ -45,7 +45,7 @@ class Objective:
     terms: Mapping[str, Tensor]
     """Detached shares by metric name (``actor/pg_loss``, …); they add up as the loss does."""
     averages: Mapping[str, Mean[Tensor]]
-    """By metric name; those of all micro-batches and ranks merge."""
+    """Averages by metric name; those of all micro-batches and ranks merge."""
 
 
 def policy_objective(

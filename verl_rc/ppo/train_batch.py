@@ -208,7 +208,7 @@ def _old_log_probs(
 
 
 def token_rewards(scores: Tensor, turn_rewards: Tensor | None, response_mask: Tensor) -> Tensor:
-    """float32 ``[B, R]``: ``turn_rewards`` (``[B, R]``; None: 0), plus at each row's last token of
+    """float32 ``[B, R]``: ``turn_rewards`` (``[B, R]``. None means 0), plus at each row's last token of
     ``response_mask`` (bool ``[B, R]``) its score (``[B]``) minus the sum of its turn rewards."""
     if turn_rewards is None:
         return outcome_rewards(scores, response_mask)

@@ -47,7 +47,7 @@ class ComparedOperation:
     largest_difference: float
     """NaN where a difference is NaN."""
     first_difference: tuple[int, int] | None
-    """Sequence and position of the first row that differs; None: no row does."""
+    """Sequence and position of the first row that differs. None if no row does."""
     relative_error: float = 0.0
     """Root mean square of the differences over that of the trainer's numbers."""
 

@@ -24,7 +24,7 @@ _SHARED_ROWS = 16
 """Sequences of the batch behind a shared prefix."""
 _RESPONSE_TOKENS = 8
 _MAX_TOKENS = 400
-"""Of a sequence."""
+"""Longest sequence, tokens."""
 _PREFIX_TOKENS = 300
 """Longer than a block of the engine's KV cache."""
 _KINDS = {
@@ -46,7 +46,7 @@ class Certificate:
     """The comparison of engine and trainer."""
 
     operations: Mapping[str, Sequence[ComparedOperation]]
-    """By batch, in the order of computation."""
+    """Operations of each batch, in the order of computation."""
     cached_tokens: int
     """Tokens of prompts that the engine took from its prefix cache."""
 
@@ -87,9 +87,9 @@ def certify(model: str, dtype: str, prompts: Path | None = None, exact: bool = T
     """Sample with an engine, score with the trainer, and compare operation by operation; on a GPU if there is
     one.
 
-    ``prompts``: a text file with a prompt in each line; None: random tokens. ``exact``: with the operations
-    of exact mode, else with those of an ordinary run. Raises ``ValueError`` for a file without prompts, and
-    where a side cannot compute.
+    ``prompts``: a text file with a prompt in each line. None means random tokens. ``exact``: with the
+    operations of exact mode, else with those of an ordinary run. Raises ``ValueError`` for a file without
+    prompts, and where a side cannot compute.
     """
     config = AutoConfig.from_pretrained(model_source(model)).get_text_config()
     max_tokens = min(_MAX_TOKENS, config.max_position_embeddings)

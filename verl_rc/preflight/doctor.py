@@ -51,7 +51,8 @@ class Inputs:
     rows: list[PromptRow] = field(default_factory=list)
     """The first training prompts."""
     without_ground_truth: str | None = None
-    """The location of a row that lacks the ground truth that its built-in scorer needs; None: no row does."""
+    """The location of a row that lacks the ground truth that its built-in scorer needs. None if no row does.
+    """
 
 
 def check_models(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:

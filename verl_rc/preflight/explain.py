@@ -37,7 +37,7 @@ _GRADIENT_SUMS = {
         "each rank, fits on a GPU, else after every micro-batch: the start says which (and verl-rc doctor)"
     ),
 }
-"""By ``use_no_sync_for_gradient_accumulation``."""
+"""Sentences by the value of ``use_no_sync_for_gradient_accumulation``."""
 
 
 _EXACT_MODE = (

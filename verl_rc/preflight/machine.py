@@ -312,7 +312,7 @@ def uses_gpus(config: RunConfig) -> bool:
 
 
 def installed_version(name: str) -> str | None:
-    """Of a package; None: it is not installed."""
+    """Version of a package. None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

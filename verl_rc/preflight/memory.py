@@ -48,7 +48,8 @@ CUDA_PROCESS_MIB = 4096
 """Host memory of a trainer rank or engine with a CUDA build of torch: the middle of 3 to 5 GiB, an estimate,
 as no GPU was at hand."""
 CONTEXT_MIB = 2048
-"""Of a rank's process on its GPU, for all roles: CUDA's context and NCCL's buffers. An estimate, too."""
+"""Memory of a rank's process on its GPU, for all roles: CUDA's context and NCCL's buffers. An estimate, too.
+"""
 ASLEEP_MIB = 2560
 """What an engine keeps of its GPU while it sleeps: its context and its CUDA graphs. An estimate, too."""
 _FULL_UP_TO = 0.9

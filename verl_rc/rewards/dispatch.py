@@ -151,8 +151,8 @@ class Reward:
     """Scores samples by a function of the user's, or by the built-in scorer of each one's source."""
 
     def __init__(self, function: RewardFunction | None, with_model: bool) -> None:
-        """``function``: the user's; None: the built-in scorers. ``with_model``: it gets the score of a reward
-        model."""
+        """``function``: the user's. None means the built-in scorers. ``with_model``: it gets the score of a
+        reward model."""
         self._function = function
         self._model_columns = ["reward_model_score"] if with_model else []
         call = function.func if isinstance(function, partial) else function

@@ -37,7 +37,7 @@ class LoadedReward:
             resource.setrlimit(resource.RLIMIT_AS, (config.memory_limit_megabytes << 20, hard_limit))
 
     def problem(self) -> str | None:
-        """Why the function cannot be loaded; None: it is loaded."""
+        """Why the function cannot be loaded. None if it is loaded."""
         return self._problem
 
     def is_async(self) -> bool:

@@ -12,14 +12,14 @@ from verl_rc.rollout.environment import environment_class
 from verl_rc.rollout.tool_environment import template_arguments, tool_roles
 
 _ROLES = ("user", "tool", "system")
-"""Of messages of replies."""
+"""Roles that messages of replies may have."""
 
 
 def check_chat_template(config: RunConfig, tokenizer: Any = None) -> list[str]:
     """What the chat template cannot do that the environment may ask for. None of it, where samples have one
     turn.
 
-    ``tokenizer``: the policy's; None: it is loaded.
+    ``tokenizer``: the policy's. None if it is loaded.
 
     Raises ``ValueError`` when tools or environment cannot be made, or the template cannot go on behind a turn
     with what they are known to reply or, where that is unknown, with a message of any role.

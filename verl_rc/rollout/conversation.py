@@ -157,7 +157,7 @@ class Conversations:
     def _parts_of_next_turn(
         self, episode: Episode, sample: Sample, turn: Turn, reply: Reply, max_tokens: int
     ) -> list[Part | Answer] | None:
-        """The response with the tokens of the reply; None: no turn follows."""
+        """The response with the tokens of the reply. None if no turn follows."""
         if reply.ends or not turn.stopped or turn.number + 1 == self._max_turns:
             return None
         opening = reply.opening
@@ -242,7 +242,7 @@ class OpenSamples:
     """The samples that a sampler has begun and not ended, by the step loop's keys, with their parts."""
 
     def __init__(self, conversations: Conversations | None) -> None:
-        """``conversations``: of requests with an episode; None: there are none.
+        """``conversations``: of requests with an episode. None if there are none.
 
         The sample of a request without an episode ends with its first turn.
         """
@@ -250,7 +250,7 @@ class OpenSamples:
         self._samples: dict[int, tuple[QueuedSample, Sample]] = {}
 
     def begin(self, key: int, queued: QueuedSample) -> "tuple[Sample, Future[AnsweredSample] | None]":
-        """The parts of a sample that begins or continues, and the reply that it waits for; None: it can be
+        """The parts of a sample that begins or continues, and the reply that it waits for. None if it can be
         sampled."""
         if key in self._samples:
             return self[key], None
@@ -272,7 +272,7 @@ class OpenSamples:
         return self._samples[key][1]
 
     def get(self, key: int) -> Sample | None:
-        """A sample; None: it has not begun."""
+        """A sample. None if it has not begun."""
         return self[key] if key in self._samples else None
 
     def extended(self, key: int, parts: Sequence[Part]) -> Sample:

@@ -85,7 +85,7 @@ def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -
     """The options of the engine ``actor_rollout_ref.rollout.name``, by the function of this name in
     ``rollout/NAME/options.py``.
 
-    ``hosts``: of environments in other processes; None: each engine has a host of its own.
+    ``hosts``: of environments in other processes. None if each engine has a host of its own.
     """
     room = import_module(f"verl_rc.rollout.{config.actor_rollout_ref.rollout.name}.options")
     options: EngineOptions = room.engine_options(config, device, hosts)
@@ -149,7 +149,7 @@ class Engine(Protocol):
         at once."""
 
     def loaded(self) -> list[LoadReceipt] | None:
-        """A receipt per worker of the last ``load_staged``; None: it has not been loaded yet."""
+        """A receipt per worker of the last ``load_staged``. None if it has not been loaded yet."""
 
     def device_keys(self) -> list[str]:
         """The device of each worker, named as trainer ranks name theirs."""

@@ -69,7 +69,7 @@ class Environment(ABC):
         return None
 
     async def state(self) -> bytes | None:
-        """The state for ``restore``, with that of random generators; None: the turns are replayed."""
+        """The state for ``restore``, with that of random generators. None if the turns are replayed."""
         return None
 
     async def restore(self, row: Mapping[str, Any], seed: int, state: bytes) -> None:

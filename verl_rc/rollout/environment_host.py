@@ -70,7 +70,7 @@ class HostLimits:
     """Limits of time and memory for the environments of a host."""
 
     step_seconds: float | None = None
-    """Time limit of each method call; None: the environment has limits of its own."""
+    """Time limit of each method call. None if the environment has limits of its own."""
     idle_seconds: float = 1800.0
     """An episode without a call for this long is closed; it can be opened again."""
     state_megabytes: float = 16.0
@@ -84,7 +84,7 @@ class _Session:
     last_turn: int
     """Number of the last turn that was answered; -1: none."""
     last_result: StepResult | None = None
-    """The result of that turn; None: another host has it."""
+    """The result of that turn. None if another host has it."""
     environment: Environment | None = None
     """None until the first turn on this host."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -21,7 +21,7 @@ class ConversationOptions:
     chat_template_kwargs: Mapping[str, Any]
     """``data.apply_chat_template_kwargs``."""
     hosts: Any = None
-    """``environment_host.Hosts`` in other processes; None: one in this process."""
+    """``environment_host.Hosts`` in other processes. None means one in this process."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class GenerationRequest:
     seed: int
     """Seed of the first part; see ``next_seed``."""
     max_tokens: int | None = None
-    """Limit of the whole response, tokens; None: that of the sampling options."""
+    """Limit of the whole response, tokens. None means that of the sampling options."""
     so_far: Sample = field(default_factory=lambda: Sample(0))
     """The partial response that this request continues; its number has no meaning."""
     episode: Episode | None = None
-    """Of the environment that answers the turns; None: there is none."""
+    """The episode whose environment answers the turns. None if there is no environment."""
 
     def limit(self, options: SamplingOptions) -> int:
         """Limit of the whole response, tokens, including those of the environment."""

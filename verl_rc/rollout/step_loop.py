@@ -37,7 +37,7 @@ class Sampler(Protocol):
     def begin(self, key: int, sample: QueuedSample) -> "Future[Any] | None":
         """Add a sample to the batch of the next steps; one that was cut continues behind its tokens so far.
 
-        Returns a ``Future`` when the sample must wait before it can begin, as ``step`` does; None: it has
+        Returns a ``Future`` when the sample must wait before it can begin, as ``step`` does. None if it has
         begun.
         """
 
@@ -59,7 +59,7 @@ class Sampler(Protocol):
         """Forget samples, whether they run or were cut."""
 
     def so_far(self, key: int) -> Any:
-        """The response so far of a sample that has not ended; None: it has not begun."""
+        """The response so far of a sample that has not ended. None if it has not begun."""
 
 
 S = TypeVar("S", bound=Sampler)
@@ -115,9 +115,9 @@ class StepLoop(Generic[S]):
     ) -> None:
         """Build the sampler, in its thread. Raises what ``build`` raises.
 
-        ``max_concurrent``: largest number of samples without priority that have begun and not ended; None: no
-        limit. ``in_lockstep``: no step is made while a sample waits for an answer, so that the samples of a
-        step do not depend on time.
+        ``max_concurrent``: largest number of samples without priority that have begun and not ended. None
+        means no limit. ``in_lockstep``: no step is made while a sample waits for an answer, so that the
+        samples of a step do not depend on time.
         """
         self._max_concurrent = max_concurrent
         self._in_lockstep = in_lockstep
@@ -140,7 +140,7 @@ class StepLoop(Generic[S]):
         self._arrivals = count()
         self._holds: set[str] = set()
         self._steps_left: int | None = None
-        """Steps that samples without priority may still be decoded; None: no limit."""
+        """Steps that samples without priority may still be decoded. None means no limit."""
         self._activity: deque[tuple[float, float]] = deque(maxlen=_MAX_SPANS)
         self._required: set[int] = set()
         """Numbers of samples without priority that are decoded to their end, whatever the limit."""

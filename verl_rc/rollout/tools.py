@@ -31,7 +31,7 @@ class Tool:
 
     name: str
     description: str
-    """Of the function, for the policy."""
+    """What the function does, for the policy to read."""
     parameters: Mapping[str, str]
     """Name and description of each argument; all are required texts."""
     function: Callable[..., str]

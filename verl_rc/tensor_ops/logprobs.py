@@ -52,8 +52,8 @@ class ScoreOptions:
 
 
 class HiddenStateScores(NamedTuple):
-    """Scores of K predicted tokens under ``p = softmax(logits / temperature)``, over the kept tokens where
-    a token has such a set; None: not asked for."""
+    """Scores of K predicted tokens under ``p = softmax(logits / temperature)``, over the kept tokens where a
+    token has such a set. None means not asked for."""
 
     log_probs: Tensor
     """``log p[token]``, nats ``[K]``, with gradient."""

@@ -36,8 +36,8 @@ def masked_whiten(values: Tensor, mask: Tensor, minuends: Tensor | None = None) 
     Bessel's correction. Summed in float64.
 
     All 0 with fewer than two True positions, and where the values differ by rounding alone. ``minuends``
-    ``[B, T]``: the numbers that the values are differences of, whose magnitude is that of the rounding; None:
-    the values themselves.
+    ``[B, T]``: the numbers that the values are differences of, whose magnitude is that of the rounding. None
+    if the values themselves.
     """
     if values.numel() == 0:
         return values.clone()

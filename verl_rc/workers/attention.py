@@ -28,7 +28,7 @@ class PackedLayout:
     num_sequences: int
     max_length: int
     ranks: SequenceParallel | None = None
-    """The ranks that share the tokens; None: this rank has all of them."""
+    """The ranks that share the tokens. None if this rank has all of them."""
 
     @classmethod
     def from_lengths(cls, lengths: Tensor, ranks: SequenceParallel | None = None) -> "PackedLayout":

@@ -7,8 +7,8 @@ from verl_rc.config.run import RunConfig
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts in the configurations of different model families."""
 ROUTERS = {"qwen2_moe": "Qwen2MoeTopKRouter", "qwen3_moe": "Qwen3MoeTopKRouter"}
-"""By family, the router of transformers that can replay experts. Its forward pass returns logits, weights and
-ids of experts; the weights are the softmax of the logits at these ids, divided by their sum where
+"""Routers of transformers that can replay experts, by model family. Its forward pass returns logits, weights
+and ids of experts; the weights are the softmax of the logits at these ids, divided by their sum where
 ``norm_topk_prob`` says so."""
 _MOST_REPLAYED = 256
 """Experts of a layer whose number fits into a byte."""

@@ -82,7 +82,7 @@ def export_checkpoint(
         output: The folder to make; may exist if it is empty.
         part: The policy with its LoRA adapters (if any) merged in, the value model, or the LoRA adapters
             alone.
-        dtype_name: Precision of the written weights; None: that of the base model.
+        dtype_name: Precision of the written weights. None means that of the base model.
         model_path: The base model, when it is no longer where the run's configuration says; its tokenizer
             must be there too.
         trust_remote_code: Run code that comes with the base model. What the checkpoint says about it does not

@@ -26,7 +26,7 @@ class LossScale(GradScaler):
 
     @property
     def value(self) -> float | None:
-        """What losses are multiplied by; None: they are not."""
+        """Factor of the losses. None for no factor."""
         return self.get_scale() if self.is_enabled() else None
 
     def adjust(self) -> None:

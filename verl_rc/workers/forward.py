@@ -66,10 +66,10 @@ class ForwardOptions:
     entropy_gradient: bool = True
     """Whether entropies carry a gradient."""
     ranks: SequenceParallel | None = None
-    """The ranks that share the tokens of a micro-batch, which must be packed; None: ranks have
-    different micro-batches."""
+    """The ranks that share the tokens of a micro-batch, which must be packed. None if ranks have different
+    micro-batches."""
     replay: RouterReplay | None = None
-    """Replays the experts recorded beside tokens; None: tokens take the experts that the model chooses."""
+    """Replays the experts recorded beside tokens. None if tokens take the experts that the model chooses."""
 
 
 def score_tokens(
@@ -117,7 +117,7 @@ def score_tokens(
 
 
 def _kept_ids(tokens: TokenBatch, is_response: Tensor) -> Tensor | None:
-    """int64 ``[K, W]``: the kept tokens at each of K response tokens, padded with -1; None: no filter."""
+    """int64 ``[K, W]``: the kept tokens at each of K response tokens, padded with -1. None: no filter."""
     if tokens.kept_counts is None:
         return None
     assert tokens.kept_ids is not None

@@ -87,7 +87,7 @@ class RouterReplay:
 
     def use(self, routes: Routes | None) -> None:
         """Replay ``routes`` in the forward passes that follow, and when activations are recomputed in the
-        backward pass; None: the model chooses experts."""
+        backward pass. None if the model chooses experts."""
         self._routes = routes
         self._is_flipped = None if routes is None else torch.zeros_like(routes.is_known)
 

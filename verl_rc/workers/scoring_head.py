@@ -33,9 +33,9 @@ def add_scoring(
 ) -> nn.Module:
     """The model, with a forward pass that returns ``HiddenStateScores`` for an argument ``predicted``.
 
-    ``head_dtype`` is the precision of its logits; None: that of its hidden states. ``score`` takes the
-    arguments of ``scores_from_hidden_states``.
-    Raises ``ValueError`` when the logits are not a constant times a linear layer of the last hidden states.
+    ``head_dtype`` is the precision of its logits. None means that of its hidden states. ``score`` takes the
+    arguments of ``scores_from_hidden_states``. Raises ``ValueError`` when the logits are not a constant times
+    a linear layer of the last hidden states.
     """
     causal_lm: Any = model
     plain_forward, factor = causal_lm.forward, _logit_factor(causal_lm)

@@ -18,7 +18,7 @@ class UpdateRequest:
     policy_version: int
     """Version of the weights before the first update."""
     gap_limit: float | None = None
-    """Bypass mode: the largest mean that ``ActorReport.gap`` may have, nats; None: no limit."""
+    """Bypass mode: the largest mean that ``ActorReport.gap`` may have, nats. None means no limit."""
     measures_survival: bool = False
     """Measure the share of the step's updates that survives the engines' rounding."""
     compares_proximal: bool = False

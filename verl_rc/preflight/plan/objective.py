@@ -42,10 +42,10 @@ class PolicyPlan:
     kl_loss_coef: float | None
     """None: no KL term; 0: it is only reported."""
     distillation: DistillationLossConfig | None
-    """What a teacher's log-probs do; None: there is no teacher."""
+    """What a teacher's log-probs do. None if there is no teacher."""
     teacher_loss: str | None
-    """Name of the policy loss on the teacher's advantages; None: the divergence itself is differentiated, or
-    there is no teacher."""
+    """Name of the policy loss on the teacher's advantages. None if the divergence itself is differentiated,
+    or there is no teacher."""
     statistics_passes: int
     """Passes without gradient over each mini-batch, before its update, for statistics that its loss needs."""
 

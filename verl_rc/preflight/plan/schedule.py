@@ -21,13 +21,13 @@ class UpdateArithmetic:
     epochs: int
     ranks: int
     max_tokens: int | None
-    """Tokens of a micro-batch on one rank; None: limited by rows."""
+    """Tokens of a micro-batch on one rank. None means limited by rows."""
     max_rows: int | None
-    """Rows of a micro-batch; None: limited by tokens."""
+    """Rows of a micro-batch. None means limited by tokens."""
     ranks_per_group: int = 1
     """Ranks that share the tokens of a micro-batch."""
     sums_gradients_once: bool | None = None
-    """Whether ranks reduce gradients once a mini-batch, not after every micro-batch; None: the estimate of
+    """Whether ranks reduce gradients once a mini-batch, not after every micro-batch. None if the estimate of
     memory decides."""
     ranks_per_copy: int = 1
     """Ranks that share one copy of weights and moments."""

@@ -187,7 +187,7 @@ class Agent(Environment):
         self._refuse_waiting(410, "the episode has ended.")
 
     async def _next_call(self) -> ChatCall | None:
-        """The agent's next call; None: it has ended."""
+        """The agent's next call. None if it has ended."""
         arrival = asyncio.ensure_future(self._arrivals.get())
         try:
             await asyncio.wait({arrival, self._agent}, return_when=asyncio.FIRST_COMPLETED)

@@ -15,9 +15,9 @@ class AgentTask:
     seed: int
     """Seed of the agent's random numbers, the same for all samples of a prompt."""
     base_url: str
-    """Of the endpoint, which accepts any model name."""
+    """URL of the endpoint, which accepts any model name."""
     api_key: str
-    """Of this episode only."""
+    """Key of this episode only."""
 
     def variables(self) -> dict[str, str]:
         """The task as environment variables of a process."""

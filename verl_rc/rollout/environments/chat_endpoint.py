@@ -149,7 +149,7 @@ class ChatEndpoint:
 _ENDPOINTS: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Task[ChatEndpoint]]]" = (
     WeakKeyDictionary()
 )
-"""By event loop and address: a server belongs to the loop that it was started in."""
+"""Endpoints by event loop and address: a server belongs to the loop that it was started in."""
 
 
 class _BoundedServer(web.Server):

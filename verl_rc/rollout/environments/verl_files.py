@@ -217,7 +217,7 @@ def _require_methods(instance: Any, methods: Sequence[str], key: str, entry: Map
 
 
 def read_list(path: str, name: str | None, key: str) -> list[Any]:
-    """The list under ``name`` in a YAML file; None: the file is the list. Raises ``ValueError`` naming
+    """The list under ``name`` in a YAML file. None if the file is the list. Raises ``ValueError`` naming
     ``key``.
     """
     try:

@@ -38,7 +38,7 @@ class VerlLoops(Environment):
         default_agent_loop: str | None = None,
         **limits: Any,
     ) -> None:
-        """``default_agent_loop``: of rows without a name; None: ``tool_agent``. ``limits``: keys of
+        """``default_agent_loop``: of rows without a name. None means ``tool_agent``. ``limits``: keys of
         ``multi_turn``.
 
         Raises ``ValueError`` naming the fault of a file, or a limit without effect.

@@ -54,9 +54,10 @@ class Fp8Timings:
     """Times of one small product, milliseconds."""
 
     bf16: float
-    """Of bf16 matrices."""
+    """Time of a product of bf16 matrices."""
     fp8: Mapping[str, float]
-    """Of fp8 matrices, by names of ``IMPLEMENTATIONS``; infinite where the CPU lacks the implementation."""
+    """Times of a product of fp8 matrices, by names of ``IMPLEMENTATIONS``; infinite where the CPU lacks the
+    implementation."""
 
     @property
     def implementation(self) -> str:

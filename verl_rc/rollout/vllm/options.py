@@ -29,13 +29,14 @@ class VllmOptions:
     """Further keyword arguments of ``vllm.LLM``."""
     on_update: OnUpdate = "finish"
     deterministic_steps: int | None = None
-    """Steps of samples without priority with one version of the weights, after ``resume``; None: no limit."""
+    """Steps of samples without priority with one version of the weights, after ``resume``. None means no
+    limit."""
     stages_updates: bool = False
     """A broadcast update is received beside the engine's steps and loaded between two of them."""
     max_concurrent: int | None = None
-    """Largest number of samples without priority that have begun and not ended; None: no limit."""
+    """Largest number of samples without priority that have begun and not ended. None means no limit."""
     conversation: ConversationOptions | None = None
-    """Environment or tools that answer turns; None: none."""
+    """Environment or tools that answer turns. None means none."""
     exact: bool = False
     """Whether the engine computes with the operations of exact mode."""
     adapter_rank: int = 0

@@ -69,7 +69,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
         self._holds_weights = False
         """An engine with adapters has all weights, so that an update may bring the adapter alone."""
         self._layers: dict[str, nn.Module] | None = None
-        """Layers with adapters that are detached while the model is in loadable form; None: it is not."""
+        """Layers with adapters that are detached while the model is in loadable form. None if it is not."""
         self.digests: dict[str, int] = {}
         self.loaded: set[str] = set()
         self.expected: set[str] = set()

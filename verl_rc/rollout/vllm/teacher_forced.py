@@ -26,7 +26,7 @@ class ForcedTokens(AdapterLogitsProcessor):
     def new_req_logits_processor(
         self, params: SamplingParams
     ) -> Callable[[list[int], Tensor], Tensor] | None:
-        """The processor of a request's logits; None: none."""
+        """The processor of a request's logits. None means none."""
         forced = (params.extra_args or {}).get(_FORCED)
         if forced is None:
             return None
