@@ -27,7 +27,7 @@ _MOST_READERS = 8
 
 @dataclass(frozen=True)
 class FileSum:
-    """What a file must hold."""
+    """Size and checksum that a file must have."""
 
     size: int
     """Bytes."""

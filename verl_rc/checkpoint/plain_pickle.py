@@ -30,7 +30,7 @@ class Call:
     name: str
     arguments: tuple[Any, ...]
     state: Any = None
-    """What the result would be given afterwards."""
+    """The state that the result would be given afterwards."""
 
 
 def read_pickle(

@@ -17,10 +17,10 @@ class Request:
     """A request, from its assignment to an engine on."""
 
     queued: QueuedSample
-    """What the engine has of it; after an update that cut it with its tokens so far."""
+    """The request as the engine has it; after an update that cut it, with its tokens so far."""
     engine: int
     owner: Any = None
-    """What its sample is for, which is no matter of the engines. None if its caller waits for it."""
+    """The group or purpose of its sample; engines do not look at it. None if its caller waits for it."""
     outcome: Sample | str | None = None
     """Its sample, or why there is none (its environment failed). None if it has not ended."""
 
@@ -135,7 +135,7 @@ class EngineWork:
         ]
 
     def num_busy(self) -> Counter[int]:
-        """How many requests of each engine have not ended."""
+        """Number of requests of each engine that have not ended."""
         return num_unfinished(self._requests.values())
 
     def owned(self) -> list[Request]:
@@ -208,12 +208,12 @@ class EngineWork:
 
 
 def num_unfinished(requests: Iterable[Request]) -> Counter[int]:
-    """How many of these requests have not ended, by engine."""
+    """Number of these requests that have not ended, by engine."""
     return Counter(request.engine for request in requests if request.outcome is None)
 
 
 def _problem(outcome: Sample | str, engine: int) -> str | None:
-    """Why an outcome cannot be, if it cannot."""
+    """The reason why an outcome is impossible, if it is."""
     if isinstance(outcome, str):
         return None
     who = f"rollout engine {engine} returned sample {outcome.number}"

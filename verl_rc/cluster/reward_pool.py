@@ -19,9 +19,9 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Variables of each process; the driver's own values take precedence."""
 _MOST_PROCESSES = 8
 _CANCEL_SECONDS = 5.0
-"""How long after its time limit a call of an ``async def`` may take to be cancelled."""
+"""Seconds after its time limit that a call of an ``async def`` has to be cancelled."""
 _END_SECONDS = 5.0
-"""How long a process may take to end its event loop."""
+"""Seconds that a process has to end its event loop."""
 _TOLERATED_FAILURES = 2
 
 

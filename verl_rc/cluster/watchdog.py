@@ -127,9 +127,9 @@ class AwaitedProcess:
 
     name: str
     task: str
-    """What it was asked to do."""
+    """The call that it was asked to do."""
     last_answer: str
-    """What its last sign of life was."""
+    """Its last sign of life."""
     state: ProcessState | None
     """Its state in the kernel. None if it has answered."""
 

@@ -56,7 +56,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Reply:
-    """What an environment answers to a turn."""
+    """The answer of an environment to a turn."""
 
     messages: Sequence[Message] = ()
     """What the policy reads before its next turn; none where the episode is done."""
@@ -170,6 +170,6 @@ class Episode:
     opening: Opening | None = None
     """What its prompt was made of, with which it must open here too. None means the row's prompt."""
     state: bytes | None = None
-    """What ``Environment.state`` gave after the last reply."""
+    """The result of ``Environment.state`` after the last reply."""
     history: Sequence[Exchange] | None = None
     """The turns so far. None means not sent."""

@@ -44,10 +44,11 @@ class Services:
     placement: Placement
     """Numbers of processes, and threads of each."""
     transport: WeightTransport
-    """How weights get from the actor to the engines."""
+    """The way of weights from the actor to the engines."""
     checkpoints: CheckpointStore
     gap_limit: GapLimit
-    """How far log-probs of trainer and engine may differ, on a step's own rollouts and on canary tokens."""
+    """Limits of the difference between log-probs of trainer and engine, on a step's own rollouts and on
+    canary tokens."""
     stop: StopRequest
     """Whether the scheduler asked the run to end."""
     tracker: Tracker

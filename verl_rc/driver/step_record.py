@@ -64,7 +64,7 @@ class StepRecord:
         self.tokens: StepTokens | None = None
         """Tokens and devices of the step, for its speeds. None before the batch is known."""
         self.ledger = Ledger()
-        """What became of every token sampled for training."""
+        """The fate of every token sampled for training."""
         self.engines_replaced = 0
         """Engines that were lost in the step and replaced."""
         self.requests_reissued = 0

@@ -64,7 +64,7 @@ class SupplyProgress:
         )
 
     def state(self) -> SupplyState:
-        """What a checkpoint holds."""
+        """The part that a checkpoint holds."""
         return SupplyState(
             self.admission.state(),
             self.ledger.state(),

@@ -6,7 +6,8 @@ from typing import Literal
 from verl_rc.health.statement import Level
 
 Evidence = Literal["tokens", "engines", "run", "replays"]
-"""What names a cause: the tokens of single steps, the engines compared, the course of a run, or replays."""
+"""Evidence that names a cause: the tokens of single steps, the engines compared, the course of a run, or
+replays."""
 NO_CORRECTION = "No correction repairs this."
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -19,11 +20,11 @@ class Cause:
     """Its number in docs/see_why.md, for people alone: no rule asks for it."""
     name: str
     condition: str
-    """When it is named, in words."""
+    """The condition under which it is named, in words."""
     sentence: str
     """A template; evidence, and words where a number is not enough, fill it. Empty: the rule has several."""
     next_test: str
-    """What decides, or what to do."""
+    """The next test, or what to do."""
     overrides: tuple[str, ...] = ()
     evidence: Evidence = "tokens"
     level: Level = "fault"

@@ -74,7 +74,7 @@ class CauseMessage:
 
 @dataclass(frozen=True)
 class CauseJudgement:
-    """What the signatures of a step say."""
+    """The verdict of a step's signatures."""
 
     history: CauseHistory
     """With this step."""

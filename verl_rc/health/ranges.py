@@ -42,7 +42,7 @@ class CauseEpisode:
 
 @dataclass(frozen=True)
 class CauseHistory:
-    """What the next step's causes are judged by; stored in checkpoints."""
+    """The history by which the next step's causes are judged; stored in checkpoints."""
 
     episodes: dict[str, CauseEpisode] = field(default_factory=dict)
     """Episodes that may go on, by cause."""

@@ -23,7 +23,7 @@ _BEHIND_PREFIXES = {
     "temperature_r2": "prefix_r2",
     "temperature_z": "prefix_z",
 }
-"""What tells a temperature where entropies are not known."""
+"""The metric that shows a temperature where entropies are not known."""
 Step = Mapping[str, float]
 """The metrics of a step, without their prefix."""
 

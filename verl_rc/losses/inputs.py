@@ -22,7 +22,7 @@ LossMetrics = Mapping[str, Mean[Tensor]]
 
 @dataclass(frozen=True)
 class Selection:
-    """Which tokens of the whole mini-batch a loss selects."""
+    """The tokens of the whole mini-batch that a loss selects."""
 
     advantage_mean: Tensor
     """0-d; mean advantage over the mini-batch's trained tokens; 0 where the order does not depend on it."""

@@ -14,9 +14,9 @@ class Finding:
     subject: str
     found: str
     must: str = ""
-    """What must hold; empty unless the check failed."""
+    """The condition that must hold; empty unless the check failed."""
     remedy: str = ""
-    """What the user can do; empty unless the check failed."""
+    """The remedy; empty unless the check failed."""
 
     @classmethod
     def from_condition(cls, holds: bool, subject: str, found: str, must: str, remedy: str) -> "Finding":

@@ -16,7 +16,7 @@ _SHOWN_CHARACTERS = 80
 FAILURE_COLUMN = "reward_failure"
 """The extra with the reason why a sample was not scored; samples that were scored lack it."""
 OVERLONG_COLUMNS = ("overlong_reward", "overlong")
-"""What ``overlong_buffer_cfg.log`` adds to the reward function's columns."""
+"""The columns that ``overlong_buffer_cfg.log`` adds to the reward function's."""
 ENVIRONMENT_PREFIX = "env/"
 """Columns of an environment's metrics begin with it."""
 _COLUMNS_OF_THE_RUN = frozenset(

@@ -16,8 +16,7 @@ _ROLES = ("user", "tool", "system")
 
 
 def check_chat_template(config: RunConfig, tokenizer: Any = None) -> list[str]:
-    """What the chat template cannot do that the environment may ask for. None of it, where samples have one
-    turn.
+    """What the chat template cannot do that the environment may ask for. Empty where samples have one turn.
 
     ``tokenizer``: the policy's. None if it is loaded.
 

@@ -39,7 +39,7 @@ def logits_at_once(gpu_bytes: int | None, itemsize: int) -> int:
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """Which scores of every predicted token are computed."""
+    """The scores that are computed for every predicted token."""
 
     temperature: float = 1.0
     """Logits are divided by it."""
@@ -48,7 +48,7 @@ class ScoreOptions:
     """Whether entropies carry a gradient."""
     sum_pi_squared: bool = False
     top_tokens: int = 0
-    """How many of the most likely tokens are returned in the place of each."""
+    """Number of most likely tokens that are returned at each place."""
 
 
 class HiddenStateScores(NamedTuple):

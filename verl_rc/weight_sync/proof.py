@@ -21,7 +21,7 @@ class SyncProofError(RuntimeError):
 
 @dataclass(frozen=True)
 class LoadReceipt:
-    """What one engine worker received and loaded."""
+    """The tensors that one engine worker received and loaded."""
 
     digests: dict[str, int]
     """Digest of every received tensor, by name."""

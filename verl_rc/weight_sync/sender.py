@@ -31,7 +31,7 @@ _GATHERED_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class SendReceipt:
-    """What the sender sent."""
+    """The tensors that the sender sent."""
 
     digests: dict[str, int]
     """Digest of every tensor, by name."""

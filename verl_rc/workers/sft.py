@@ -34,12 +34,12 @@ class SftSetup:
     train: list[WorkedExample]
     held_out: list[WorkedExample]
     order: EpochBatches
-    """Which training examples form each batch."""
+    """Indices of the training examples of each batch."""
 
 
 @dataclass(frozen=True)
 class Validation:
-    """How the model does on held-out examples."""
+    """Accuracy and loss on held-out examples."""
 
     loss: float
     """Mean negative log-likelihood of an answer token, nats."""
@@ -49,7 +49,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class SftResult:
-    """What a warm start ended with."""
+    """The result of a warm start."""
 
     steps: int
     validation: Validation

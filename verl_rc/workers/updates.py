@@ -11,7 +11,7 @@ from verl_rc.weight_sync.proof import LogProbGap
 
 @dataclass(frozen=True)
 class UpdateRequest:
-    """What all ranks of the actor are to do in the updates of a step."""
+    """The task of all ranks of the actor in the updates of a step."""
 
     correction: RolloutCorrectionConfig
     """Rollout correction with the current threshold."""

@@ -77,7 +77,7 @@ class Phase:
     trained_rows: int = 0
     """Rows of a forward and backward pass, per training step; a row counts once for every epoch."""
     schedule: str = ""
-    """When the stage runs; empty: every step."""
+    """Steps in which the stage runs; empty for every step."""
 
 
 def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
