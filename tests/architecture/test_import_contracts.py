@@ -26,7 +26,6 @@ FAULTS = {
     "config-light": ("config/__init__.py", "from torch import Tensor"),
     "plan-light": ("preflight/plan.py", "import torch"),
     "insight-light": ("insight/verdict.py", "import torch"),
-    "model-light": ("insight/replay/foreign.py", "def late():\n    import tensordict"),
     "siblings": ("config/__init__.py", "import verl_rc.metrics"),
 }
 
@@ -59,13 +58,10 @@ def skeleton(tmp_path):
         "workers/policy_worker.py": "import torch",
         "insight/page.py": "from verl_rc.insight import verdict",
         "insight/run_folder.py": "",
-        "insight/convert.py": "",
         "insight/hooks/__init__.py": "",
         "insight/hooks/recorder.py": "",
         "insight/hooks/verl.py": "",
         "insight/diagnosis.py": "",
-        "insight/replay/__init__.py": "",
-        "insight/replay/foreign.py": "import torch",
         "insight/picture.py": "",
         "insight/timeline.py": "",
         "insight/verdict.py": "from verl_rc.insight import run_folder",

@@ -19,6 +19,8 @@ SUBCOMMANDS: Mapping[str, Subcommand] = dict(
 _INSTEAD: Mapping[tuple[str, ...], str] = {
     ("what-if",): "rollout_corr/* say what a correction does, docs/rollout_correction.md which one to take",
     ("bench",): "python -m scripts.research.exact_track lists methods of correction, in a checkout",
+    ("convert",): "report and diagnose read token records as they are written (docs/token_record.md)",
+    ("diagnose", "--model"): "a run of another trainer is judged by its token records (docs/token_record.md)",
     ("doctor", "--gpu"): "HARDWARE=1gpu bash scripts/quickstart.sh trains on one GPU for two minutes",
 }
 """What to use in the place of what is no subcommand or option here, though somebody may type it."""
@@ -28,8 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand that ``arguments`` (default: the command line) name; returns the exit status."""
     print_uncaught_exceptions()
     given = sys.argv[1:] if arguments is None else list(arguments)
+    names = {word.partition("=")[0] for word in given}
     for words, instead in _INSTEAD.items():
-        if given[:1] == [words[0]] and set(words) <= set(given):
+        if given[:1] == [words[0]] and set(words) <= names:
             write_error(f"verl-rc has no `{' '.join(words)}`: {instead}.\n")
             return USER_ERROR
     parser = build_parser()

@@ -11,19 +11,12 @@ from verl_rc.cli.subcommand import (
     Subcommand,
     path_argument,
     positive_number,
-    precision_pair,
     quieten_libraries,
     step_keywords,
     step_pair,
     write_lines,
     write_result,
 )
-
-
-def _convert(options: Options) -> None:
-    from verl_rc.insight.convert import convert
-
-    write_lines(convert(options.path, options.output))
 
 
 def _diagnose(options: Options) -> None:
@@ -42,18 +35,10 @@ def _diagnose(options: Options) -> None:
         options.folder,
         names,
         options.rows,
-        model=options.model,
-        temperature=options.temperature,
-        dtypes=options.dtypes,
         trust_remote_code=options.trust_remote_code,
         **step_keywords(options),
     )
-    if options.model is not None:
-        quieten_libraries()
-        from verl_rc.insight.replay.foreign import diagnose_with_model
-
-        diagnosis = diagnose_with_model(request)
-    elif names:
+    if names:
         quieten_libraries()
         from verl_rc.insight.replay.diagnosis import diagnose_with_replays
 
@@ -132,14 +117,6 @@ def _wandb_workspace(options: Options) -> None:
 
 
 SUBCOMMANDS: Mapping[str, Subcommand] = {
-    "convert": Subcommand(
-        _convert,
-        "write the token files of any trainer as token records, version 1 (docs/token_record.md)",
-        {
-            "path": path_argument("PATH", "folder or file that a trainer wrote"),
-            "output": path_argument("OUT.jsonl", "file to write"),
-        },
-    ),
     "diagnose": Subcommand(
         _diagnose,
         "name what makes engine and trainer of a run differ; --replay scores recorded tokens again",
@@ -160,17 +137,6 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
                 "help": "most rows of a record (default: 64)",
             },
             **STEPS_ARGUMENT,
-            "--model": path_argument(
-                "FOLDER",
-                "for a run of another trainer: the model that it began with (with --steps A-B: that "
-                "of step A), which scores the first recorded step again",
-            ),
-            "--temperature": {"metavar": "T", "type": float, "help": "if the files do not say it"},
-            "--dtypes": {
-                "metavar": "TRAINER,ENGINE",
-                "type": precision_pair,
-                "help": "with --model: precisions, such as float32,bfloat16, where the files do not say",
-            },
             "--digests": path_argument(
                 "WEIGHTS",
                 "name the tensors of RUN, here a file of an engine's digests, a model folder or a "
@@ -229,7 +195,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
         {
             "paths": path_argument(
                 "RUN",
-                "a run's folder, or files that another trainer wrote (docs/token_record.md names them)",
+                "a run's folder; token records or a log of another trainer (docs/token_record.md)",
                 nargs="+",
             ),
             "--output": path_argument("FILE", "the page (default: RUN/report.html; several runs need it)"),

@@ -54,14 +54,6 @@ def step_pair(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
-def precision_pair(text: str) -> tuple[str, str]:
-    """``TRAINER,ENGINE``: their precisions; one means both."""
-    trainer, comma, engine = text.partition(",")
-    if not {trainer, engine or trainer} <= {"float32", "bfloat16", "float16"} or (comma and not engine):
-        raise ValueError("they must be of float32, bfloat16 and float16")
-    return trainer, engine or trainer
-
-
 def step_keywords(options: Options) -> dict[str, Any]:
     """``--steps`` as keywords ``first_step`` and ``last_step``; empty where all steps are meant."""
     return {} if options.steps is None else {"first_step": options.steps[0], "last_step": options.steps[1]}

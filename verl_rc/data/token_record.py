@@ -47,7 +47,7 @@ FIELDS: Mapping[str, Field] = {
     ),
     "rollout_log_prob": Field("float32", "log-prob that the engine reported, nats"),
     "old_log_prob": Field("float32", "the trainer's log-prob before the update, nats; null: not computed"),
-    "response_ids": Field("int32", "token ids behind the first prompt, those of tools included"),
+    "response_ids": Field("int32", "token ids"),
     "entropy": Field("float32", "of the trainer's distribution, nats", stored="float16"),
     "sum_pi_squared": Field("float32", "sum of the trainer's squared probabilities over the vocabulary"),
     "varentropy": Field("float32", "variance of log π under the trainer, nats²", stored="float16"),
@@ -56,15 +56,13 @@ FIELDS: Mapping[str, Field] = {
     "value": Field("float32", "of the critic", stored="float16"),
     "weight": Field("float32", "importance weight that the update used", stored="float16"),
     "kept": Field("bool", "0 where rollout correction rejected the token"),
-    "advantage": Field("float32", "one number for the whole row, or one a token"),
-    "version": Field("int32", "number of the weights that sampled: one for the row, or one a token"),
+    "advantage": Field("float32", "by row or token"),
+    "version": Field("int32", "number of the weights that sampled, by row or token"),
     "restart": Field(
         "bool", "1 where another conversation begins, which sees nothing of the tokens before; default 0"
     ),
-    "turn_reward": Field("float32", "reward of the turn that ends with the token; elsewhere 0"),
-    "turn_wait": Field(
-        "float32", "seconds that the turn ending with the token waited for a reply; elsewhere 0"
-    ),
+    "turn_reward": Field("float32", "reward of the turn that ends with the token, else 0"),
+    "turn_wait": Field("float32", "seconds that this turn waited for a reply"),
     "token_class": Field("int8", "kind of the token by its text, a number in `TOKEN_CLASSES`"),
     "row": Field("int32", "place in the batch; default: the order", is_of_tokens=False),
     "group": Field("int32", "number of the prompt; default: equal for equal prompts", is_of_tokens=False),

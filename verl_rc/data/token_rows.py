@@ -1,5 +1,4 @@
-"""Rows of token records as mappings (from JSON lines, or from the files of other trainers), and their
-conversion to records."""
+"""Rows of token records as mappings, as JSON lines hold them, and their conversion to records."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +12,6 @@ from verl_rc.data.token_record import (
     REQUIRED,
     VERSION,
     VERSION_FACT,
-    Array,
     DamagedRecordError,
     TokenRecord,
     checked,
@@ -124,12 +122,3 @@ def _packed(row: Row) -> dict[str, Any]:
 
 def _is_numbers(value: object) -> bool:
     return isinstance(value, list) and all(item is None or isinstance(item, int | float) for item in value)
-
-
-def rows_of(record: TokenRecord) -> Iterator[dict[str, Any]]:
-    """The rows of a record, as ``TokenLines.write`` takes them."""
-    for index in range(len(record.lengths)):
-        place = record.span(index)
-        tokens: dict[str, Array] = {name: values[place] for name, values in record.tokens.items()}
-        prompt = {} if record.prompts is None else {PROMPTS: record.prompts[index]}
-        yield {"step": record.step, **{n: v[index] for n, v in record.rows.items()}, **tokens, **prompt}

@@ -357,24 +357,6 @@ OTHER_OPERATION = Cause(
     evidence="replays",
     is_repairable=True,
 )
-NOT_THE_MODEL = Cause(
-    20,
-    "the engine's log-probs are not its model's",
-    f"--model: they are more than {BOUNDS.far_above_floor:g} times as far from transformers in the engine's "
-    "precision as rounding makes",
-    (
-        "For the ids of step {step:.0f} transformers give log-probs {size:.4f} nats from the engine's, where "
-        "its precision rounds by {rounding:.4f}; {share:.0%} of the gap. The engine had other prompts, "
-        "sampling or weights, or computes otherwise"
-    ),
-    (
-        "Compare the ids and the sampling parameters that the engine was sent with the recorded ids; then "
-        "its weights: verl-rc diagnose MODEL --digests OTHER names tensors that differ."
-    ),
-    evidence="replays",
-    is_repairable=True,
-    is_specific=False,
-)
 LARGER_THAN_HEALTHY = Cause(
     20,
     "larger than this precision makes for this model",
@@ -417,7 +399,6 @@ REPLAY_CAUSES = (
     OTHER_ENGINE,
     OTHER_OPERATION,
     OTHER_CODE,
-    NOT_THE_MODEL,
     LARGER_THAN_HEALTHY,
 )
 CAUSES: Mapping[str, Cause] = {

@@ -26,10 +26,6 @@ REPLAYS: Mapping[str, str] = {
     "last record alone",
 }
 """Replays of docs/see_why.md that ``verl-rc diagnose`` can make, and the cost of each for a record."""
-WITH_MODEL = (
-    "--model FOLDER, the model that the run began with, scores its first recorded step again: up to three "
-    "times the model's weights, seven forwards"
-)
 
 
 @dataclass(frozen=True)
@@ -43,12 +39,6 @@ class DiagnosisRequest:
     """Most rows of a record that are replayed."""
     first_step: int = 0
     last_step: int = LARGEST_STEP
-    model: Path | None = None
-    """Of another trainer's run: the model that it began with, or that of ``first_step`` where it is given."""
-    temperature: float | None = None
-    """At which it sampled, where its files do not say so."""
-    dtypes: tuple[str, str] | None = None
-    """Precisions of its trainer and of its engine, where its files do not say so."""
     trust_remote_code: bool = False
     """Whether code that comes with the run's model may run."""
 
@@ -100,8 +90,8 @@ def diagnose(request: DiagnosisRequest) -> Diagnosis:
     run = read_run(request.folder, request.first_step, request.last_step)
     diagnosis = diagnosis_of(run)
     replays = "; ".join(f"{name} ({cost})" for name, cost in REPLAYS.items())
-    further = f"replays that --replay makes: {replays}" if run.is_own else WITH_MODEL
-    return replace(diagnosis, notes=(*diagnosis.notes, further))
+    further = (f"replays that --replay makes: {replays}",) if run.is_own else ()
+    return replace(diagnosis, notes=(*diagnosis.notes, *further))
 
 
 def diagnosis_of(run: RunData) -> Diagnosis:

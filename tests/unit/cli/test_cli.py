@@ -144,6 +144,8 @@ def test_a_damaged_checkpoint_is_one_line(
     [
         (["bench", "all"], "scripts.research.exact_track"),
         (["what-if", "run"], "docs/rollout_correction.md"),
+        (["convert", "tokens", "out.jsonl"], "docs/token_record.md"),
+        (["diagnose", "run", "--model=base"], "docs/token_record.md"),
         (["doctor", "task=digits", "--gpu"], "HARDWARE=1gpu bash scripts/quickstart.sh"),
     ],
 )

@@ -12,7 +12,7 @@ from small_runs import ROOT
 
 from verl_rc.data.token_lines import TokenLines
 from verl_rc.data.token_record import DamagedRecordError, required_facts
-from verl_rc.data.token_rows import record_of_rows, records_by_step, rows_of
+from verl_rc.data.token_rows import record_of_rows, records_by_step
 
 SOURCE = ROOT / "verl_rc/data/token_lines.py"
 ROW = {"response_mask": [1, 0], "rollout_log_prob": [-0.5, -1.0], "old_log_prob": [-0.25, -1.0]}
@@ -57,15 +57,6 @@ def test_defaults_of_what_a_row_may_leave_out() -> None:
     assert record.tokens["advantage"].tolist() == [2.0] * 6
     assert record.tokens["version"].tolist() == [3] * 6
     assert (record.step, record.lengths.tolist()) == (7, [2, 2, 2])
-
-
-def test_rows_become_a_record_and_rows_again() -> None:
-    record = record_of_rows({"trainer": "mine"}, 7, [{**ROW, "score": 1.0}, {**ROW, "score": 0.0}])
-    again = record_of_rows({"trainer": "mine"}, 7, list(rows_of(record)))
-    for name, values in record.tokens.items():
-        assert again.tokens[name].tolist() == values.tolist(), name
-    for name, values in record.rows.items():
-        assert again.rows[name].tolist() == values.tolist(), name
 
 
 def test_steps_out_of_order_are_sorted() -> None:

@@ -29,10 +29,8 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 NAME = [document.relative_to(ROOT).as_posix() for document in DOCUMENTS]
-ABOUT_VERL = {"migration_from_verl.md", "rollout_correction.md", "your_trainer.md", "tasks.md"}
+ABOUT_VERL = {"migration_from_verl.md", "rollout_correction.md", "token_record.md", "tasks.md"}
 """Documents that name keys of verl beside those of this project."""
-KEYS_OF_OTHERS = {"trainer.enable_token_export", "trainer.dump_data_batch"}
-"""Keys of prime-rl and SkyRL, which docs/your_trainer.md names."""
 
 _SECTIONS = "data|actor_rollout_ref|critic|reward|algorithm|trainer|ray_kwargs"
 _KEY = re.compile(rf"(?<![\w./-])\+?((?:{_SECTIONS})(?:\.\w+)+)")
@@ -86,7 +84,7 @@ def code_of(text):
 def unfields_of(text, about_verl=False):
     """Configuration keys in code that no run would take."""
     found = {match for match in _KEY.findall(code_of(text)) if not match.endswith(_FILE_SUFFIXES)}
-    wrong = {key for key in found - KEYS_OF_OTHERS if not is_key(key)}
+    wrong = {key for key in found if not is_key(key)}
     return sorted(key for key in wrong if not (about_verl and (is_verl_key(key) or is_correction_key(key))))
 
 

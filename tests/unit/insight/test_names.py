@@ -23,12 +23,11 @@ _METRIC = re.compile(
 )
 _OF_VERL = {"actor_rollout_ref.rollout.calculate_log_probs"}
 _FILES = {"trainer.pt", "data.pkl"}
-_OF_OTHERS = ("hooks.", "run_folder.trainers.")
 MODULES = [
     info.name
     for package in (verl_rc.insight, verl_rc.health)
     for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    if not any(part in f"{info.name}." for part in _OF_OTHERS)
+    if ".hooks." not in info.name
 ]
 
 

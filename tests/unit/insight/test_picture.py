@@ -174,16 +174,14 @@ sys.exit(main(["plot", sys.argv[1]]))
     assert (tmp_path / "training_curves.png").is_file()
 
 
-@pytest.mark.parametrize(
-    ("content", "message"), [(None, "must hold a run"), ("", "must hold at least one step")]
-)
-def test_a_folder_without_steps_is_refused_by_the_command(tmp_path, capsys, content, message):
+@pytest.mark.parametrize("content", [None, ""])
+def test_a_folder_without_steps_is_refused_by_the_command(tmp_path, capsys, content):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
     assert main(["plot", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("verl-rc plot: ")
-    assert message in line
+    assert "must be a run's folder" in line
 
 
 @pytest.mark.parametrize("line", ["[1, 2]", '{"reward": 1}', "step 1", '{"step": "one"}', "1"])

@@ -1,4 +1,1 @@
-"""Token records from inside another trainer: one module a trainer, which docs/your_trainer.md shows.
-
-A module that holds no code says which option of its trainer writes what the readers need.
-"""
+"""Token records from inside another trainer: one module a trainer, which docs/token_record.md shows."""

@@ -184,16 +184,5 @@ def masked_rows(values: Any, keep: Any) -> list[Any]:
     return [row[place] for row, place in zip(_on_host(values), _on_host(keep).bool(), strict=True)]
 
 
-def behind_prompt(sampled: Any, attention: Any) -> tuple[Any, Any]:
-    """Places of sequences behind the first prompt, and places of the first prompt: bool ``[B, T]`` each.
-
-    Args:
-        sampled: 1 where the policy sampled the token.
-        attention: 0 where there is padding.
-    """
-    has_begun = sampled.bool().cumsum(1) > 0
-    return has_begun & attention.bool(), ~has_begun & attention.bool()
-
-
 def _on_host(values: Any) -> Any:
     return values.detach().cpu() if hasattr(values, "detach") else values

@@ -1,5 +1,1 @@
-"""``verl-rc diagnose``: recorded tokens through models again.
-
-Beside export the only tools that load models and engines. Nothing is imported here: ``foreign`` runs where
-the trainer's packages are not installed.
-"""
+"""``verl-rc diagnose``: recorded tokens through models again; beside export the only tools that load some."""

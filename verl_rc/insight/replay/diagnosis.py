@@ -19,7 +19,7 @@ from verl_rc.data.token_parquet import record_files
 from verl_rc.data.token_record import FOLDER
 from verl_rc.data.tokenize import load_tokenizer
 from verl_rc.distributed.process_group import trainer_device
-from verl_rc.insight.diagnosis import WITH_MODEL, Diagnosis, DiagnosisRequest, diagnosis_of
+from verl_rc.insight.diagnosis import Diagnosis, DiagnosisRequest, diagnosis_of
 from verl_rc.insight.replay.engine import ReplayEngine
 from verl_rc.insight.replay.mistakes import Mistakes, wrong_prompts
 from verl_rc.insight.replay.operations import find_divergence
@@ -44,7 +44,7 @@ def diagnose_with_replays(request: DiagnosisRequest) -> Diagnosis:
     """
     run = read_run(request.folder, request.first_step, request.last_step)
     if not run.is_own:
-        raise NothingToReplayError(f"{request.folder} is read as {run.source}: {WITH_MODEL}.")
+        raise NothingToReplayError(f"{request.folder} must be a run of verl_rc; it is read as {run.source}.")
     from_metrics = diagnosis_of(run)
     config = config_of(request.folder, request.trust_remote_code)
     with tempfile.TemporaryDirectory() as scratch:

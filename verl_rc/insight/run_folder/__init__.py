@@ -2,7 +2,6 @@
 
 from verl_rc.insight.run_folder.folder import DIAGNOSIS, read_replays, read_run
 from verl_rc.insight.run_folder.lines import whole_lines
-from verl_rc.insight.run_folder.recognise import token_source
 from verl_rc.insight.run_folder.records import (
     Alert,
     HeatMap,
@@ -26,6 +25,5 @@ __all__ = [
     "Series",
     "read_replays",
     "read_run",
-    "token_source",
     "whole_lines",
 ]

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from verl_rc.config.files import RefusedFileError, open_inside
 from verl_rc.config.plain_yaml import load_yaml
 from verl_rc.config.schema import leaves_of, without_secrets
-from verl_rc.insight.run_folder.foreign import read_foreign
+from verl_rc.insight.run_folder.foreign import RECORDINGS, read_foreign
 from verl_rc.insight.run_folder.histograms import read_heat_map
 from verl_rc.insight.run_folder.lines import (
     Record,
@@ -23,7 +23,6 @@ from verl_rc.insight.run_folder.lines import (
     read_records,
     reading_notes,
 )
-from verl_rc.insight.run_folder.recognise import CONFIG, METRICS, is_own_run, token_source
 from verl_rc.insight.run_folder.records import (
     LARGEST_STEP,
     OWN_RUN,
@@ -35,16 +34,15 @@ from verl_rc.insight.run_folder.records import (
     RunData,
     SavedSample,
 )
-from verl_rc.insight.run_folder.token_files import TokenSource
+from verl_rc.insight.run_folder.token_files import OWN_TRAINER, TokenSource, token_source
 from verl_rc.insight.run_folder.tokens import read_tokens
-from verl_rc.insight.run_folder.trainers import LAYOUTS
-from verl_rc.insight.run_folder.trainers.options import RECORDINGS
+from verl_rc.metrics.catalog import CATALOG
 from verl_rc.metrics.run_files import ENDING
 
 DIAGNOSIS = "diagnosis.json"
 """Written by ``verl-rc diagnose --replay``: its statements, and ``replayed``, what it measured of each
 record."""
-_PLAN, _ALERTS = "plan.txt", "alerts.jsonl"
+_METRICS, _CONFIG, _PLAN, _ALERTS = "metrics.jsonl", "resolved_config.yaml", "plan.txt", "alerts.jsonl"
 _REPLACED = ".replaced.jsonl"
 _TOTAL_STEPS = re.compile(r"^ *training steps: (\d+)", re.MULTILINE)
 _MOST_SAMPLES = 20_000
@@ -78,35 +76,52 @@ def _read(path: Path, span: range) -> RunData:
     if not path.exists():
         raise NothingToReadError(f"{path} must be a run's folder or a log; there is no such file.")
     source = token_source(path)
-    if is_own_run(path):
-        return _read_folder(path, source, span)
-    run = read_foreign(path) if source is None or path.is_dir() else None
-    if run is None and source is not None:
-        run = RunData(path.stem, path, f"{source.trainer or 'token'} records")
-    if run is None and path.is_file() and path.suffix == ".jsonl":
-        run = _with_metrics(RunData(path.stem, path, OWN_RUN), path, None)
-        if not run.steps:
-            run = None
+    run = _own_run(path, source, span)
     if run is not None:
-        return _without_tokens(run) if source is None else with_tokens(run, source, span)
-    if path.is_dir() and (runs := sorted(file.parent.name for file in path.glob(f"*/{METRICS}"))):
+        return run
+    run = read_foreign(path) if source is None or path.is_dir() else None
+    if source is not None:
+        return with_tokens(
+            run or RunData(path.stem, path, f"{source.trainer or 'token'} records"), source, span
+        )
+    if run is not None:
+        return _without_tokens(run)
+    if path.is_dir() and (runs := sorted(file.parent.name for file in path.glob(f"*/{_METRICS}"))):
         names = first_few(runs, _MOST_RUNS_NAMED)
         raise NothingToReadError(f"{path} must be one run's folder; it is a folder of runs: {names}.")
     raise NothingToReadError(
-        f"{path} must hold a run: {METRICS} or {CONFIG} in a folder, token records, token files of "
-        f"{', '.join(layout.trainer for layout in LAYOUTS)}, TRL's trainer_state.json, a W&B offline run or "
-        "export, TensorBoard event files, verl's file logger (.jsonl), or a console log with lines "
-        "'step:N - name:value'."
+        f"{path} must be a run's folder, token records or a log that is read here, and is none: have its "
+        "trainer write token records (docs/token_record.md), or export its metrics from W&B as CSV or JSON."
     )
+
+
+def _own_run(path: Path, source: TokenSource | None, span: range) -> RunData | None:
+    """A run of verl_rc: its folder, or its metrics alone. None for the files of another trainer, which may
+    have the same names."""
+    has_settings = (path / _CONFIG).is_file()
+    if has_settings or (path / _METRICS).is_file():
+        run = _read_folder(path, source, span)
+    elif path.suffix == ".jsonl" and source is None:
+        run = _with_metrics(RunData(path.stem, path, OWN_RUN), path, None)
+    else:
+        return None
+    known = sum(CATALOG.find(name) is not None for name in run.series)
+    if not has_settings and 2 * known <= len(run.series):
+        return None
+    if source is not None and source.trainer not in ("", OWN_TRAINER):
+        raise NothingToReadError(
+            f"{path} must hold the files of one trainer; it holds a run of verl_rc and token records of "
+            f"{source.trainer}. Pass a folder of one of them."
+        )
+    return run
 
 
 def _without_tokens(run: RunData) -> RunData:
     """The run with a note that says how its trainer records tokens, where the trainer is known."""
-    recording = RECORDINGS.get(run.trainer)
-    if recording is not None:
+    if run.trainer in RECORDINGS:
         run.notes.append(
             f"{run.trainer}'s log holds no log-probs of tokens, without which the cause of a gap cannot be "
-            f"told. To record them: {recording.option}."
+            f"told. To record them: {RECORDINGS[run.trainer]}."
         )
     return run
 
@@ -119,8 +134,7 @@ def with_tokens(run: RunData, source: TokenSource, span: range = _ALL_STEPS) -> 
         return run
     if not any("rollout_corr/kl" in metrics for metrics in run.tokens.metrics.values()):
         run.notes.append(
-            "The token records hold no log-probs of the trainer, without which the gap cannot be told; "
-            "verl-rc diagnose RUN --model FOLDER takes a model's for the first step."
+            "The token records hold no log-probs of the trainer, without which the gap cannot be told."
         )
     columns = Columns(run.tokens.metrics.items())
     run.series = {**columns.series(), **run.series}
@@ -130,10 +144,10 @@ def with_tokens(run: RunData, source: TokenSource, span: range = _ALL_STEPS) -> 
 
 def _read_folder(folder: Path, source: TokenSource | None, span: range) -> RunData:
     run = RunData(folder.resolve().name, folder, OWN_RUN)
-    run.settings = _parsed(folder / CONFIG, run.notes, _settings, {})
+    run.settings = _parsed(folder / _CONFIG, run.notes, _settings, {})
     run.plan = _text(folder / _PLAN, run.notes)
     run.total_steps = _total_steps(run)
-    run = _with_metrics(run, folder / METRICS, folder)
+    run = _with_metrics(run, folder / _METRICS, folder)
     run.alerts = [
         _alert(step, record)
         for step, record in read_records(folder / _ALERTS, run.notes, folder=folder)
@@ -146,7 +160,7 @@ def _read_folder(folder: Path, source: TokenSource | None, span: range) -> RunDa
     run.tokens = None if source is None else read_tokens(source, run.notes, span[0], span[-1])
     run.ending = _parsed(folder / ENDING, run.notes, TypeAdapter(Ending).validate_json, None)
     run.replays = read_replays(folder, run.notes)
-    if (folder / METRICS.replace(".jsonl", _REPLACED)).is_file():
+    if (folder / _METRICS.replace(".jsonl", _REPLACED)).is_file():
         run.notes.append(
             "The run was resumed: lines of steps that it did again are in metrics.replaced.jsonl, not here."
         )

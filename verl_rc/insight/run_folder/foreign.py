@@ -1,17 +1,16 @@
-"""Logs of other trainers: verl's file logger, its console lines and rollout dumps; TRL's state, prime-rl's
-metrics; W&B's and TensorBoard's files of any trainer.
+"""Logs of other trainers: verl's file logger, its console lines and rollout dumps; TRL's state; W&B's exports
+of any trainer.
 
 Names are mapped onto the catalogue where the meaning is equal, and nowhere else.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
 
 from verl_rc.data.token_rows import parse_line
-from verl_rc.insight.run_folder import event_files
+from verl_rc.insight.run_folder import exports, trl
 from verl_rc.insight.run_folder.lines import (
     as_number,
     as_step,
@@ -21,16 +20,17 @@ from verl_rc.insight.run_folder.lines import (
     open_text,
     read_records,
     reading_notes,
-    restart_notes,
 )
 from verl_rc.insight.run_folder.records import Columns, RunData, SavedSample
 from verl_rc.insight.run_folder.token_files import read_lines
-from verl_rc.insight.run_folder.trainers import prime_rl, trl, wandb_files
-
-_T = TypeVar("_T")
 
 FILE_LOGGER, CONSOLE, DUMPS = "verl's file logger", "verl's console log", "verl's rollout dumps"
-EVENTS = "TensorBoard event files"
+
+RECORDINGS: Mapping[str, str] = {
+    "TRL": "from verl_rc.insight.hooks.trl import record_tokens; record_tokens(trainer)",
+    "verl": "VERL_RC_TOKENS=FOLDER in the environment, actor_rollout_ref.rollout.calculate_log_probs=True",
+}
+"""What makes a trainer record its tokens, word for word, by the trainer's name."""
 
 _EQUAL_NAMES = {
     "mismatch/mismatch_kl": "rollout_corr/kl",  # verl, October 2025: docs/rollout_correction.md
@@ -42,13 +42,6 @@ _EQUAL_NAMES = {
     # TRL, GRPOTrainer: mean |trainer - vLLM log-prob|
     "sampling/sampling_logp_difference/mean": "sync/rollout_gap_mean",
     "sampling/sampling_logp_difference/max": "sync/rollout_gap_max",
-    # slime: mean over samples of |old - rollout log-prob|
-    "train_rollout_logprob_abs_diff": "sync/rollout_gap_mean",
-    # SkyRL
-    "policy/rollout_train_logprobs_abs_diff_mean": "sync/rollout_gap_mean",
-    "policy/rollout_train_logprobs_abs_diff_max": "sync/rollout_gap_max",
-    **prime_rl.NAMES,
-    "gen_kl_error": "rollout_corr/k3_kl",  # NeMo-RL, policy loss: k3 over tokens of KL(generation || trainer)
 }
 _EQUAL_BEGINNINGS = (
     ("actor/rollout_corr/", "rollout_corr/"),  # verl's bypass mode
@@ -67,7 +60,7 @@ _MOST_DUMPED_SAMPLES = 2_000
 def catalogue_name(name: str) -> str:
     """The catalogue's name of a metric of another trainer; the name itself where none is known to mean the
     same."""
-    bare = name.removeprefix("train/")  # slime's and NeMo-RL's section
+    bare = name.removeprefix("train/")  # TRL's section at W&B
     if bare in _EQUAL_NAMES:
         return _EQUAL_NAMES[bare]
     for theirs, ours in _EQUAL_BEGINNINGS:
@@ -78,22 +71,10 @@ def catalogue_name(name: str) -> str:
 
 def read_foreign(path: Path) -> RunData | None:
     """Read a log of another trainer; None when the path holds none that is known."""
-    offline, state = wandb_files.is_offline(path), trl.newest_state(path)
-    if offline is not None:
-        run = RunData(path.stem, path, wandb_files.OFFLINE)
-        return _from_rows(run, _before_damage(wandb_files.offline_rows(offline), offline, run.notes))
+    state = trl.newest_state(path)
     if state is not None:
         run = RunData(path.stem, path, trl.SOURCE, trainer="TRL")
         return _from_rows(run, trl.logged_steps(state, path), lambda name: trl.NAMES.get(name, name))
-    if path.is_dir() and prime_rl.has_metrics(path):
-        trainer = prime_rl.LAYOUT.trainer
-        run = RunData(path.name, path, f"{trainer} run", trainer=trainer)
-        records = read_records(path / prime_rl.METRICS, run.notes)
-        return _from_rows(run, ((step, numbers_of(record)) for step, record in records))
-    events = sorted(path.glob(f"*{event_files.MARK}*")) if path.is_dir() else [path]
-    if events and event_files.MARK in events[0].name:
-        run = RunData(path.name, path, EVENTS)
-        return _from_rows(run, _event_rows(events, run.notes))
     if path.is_dir():
         dumps = sorted(
             (
@@ -104,8 +85,8 @@ def read_foreign(path: Path) -> RunData | None:
             key=lambda file: int(file.stem),
         )
         return _from_dumps(path, dumps) if dumps else None
-    if (rows := wandb_files.export_rows(path)) is not None:
-        return _from_rows(RunData(path.stem, path, wandb_files.EXPORT), rows)
+    if (rows := exports.export_rows(path)) is not None:
+        return _from_rows(RunData(path.stem, path, exports.SOURCE), rows)
     with path.open("rb") as file:
         head = file.read(_SNIFFED)
     if b"\0" in head:
@@ -143,32 +124,6 @@ def _console_metrics(text: str) -> Iterator[tuple[str, float]]:
         number = _NUMBER.match(value)
         if name and number is not None:
             yield name.strip(), float(number[1])
-
-
-def _event_rows(files: Sequence[Path], notes: list[str]) -> list[tuple[int, dict[str, float]]]:
-    """Steps ascending. Tags have counts of their own and may come from several processes: that one goes back
-    says nothing about others."""
-    by_tag: dict[str, Columns] = {}
-    for file in files:
-        for step, tag, value in _before_damage(event_files.read_scalars(file), file, notes):
-            if as_step(step) is not None:
-                by_tag.setdefault(tag, Columns()).add(step, {tag: value})
-    restarts = dict.fromkeys(restart for columns in by_tag.values() for restart in columns.restarts)
-    notes.extend(restart_notes(list(restarts)))
-    rows: dict[int, dict[str, float]] = {}
-    for columns in by_tag.values():
-        for tag, series in columns.series().items():
-            for step, value in series.by_step().items():
-                rows.setdefault(step, {})[tag] = value
-    return sorted(rows.items())
-
-
-def _before_damage(values: Iterable[_T], file: Path, notes: list[str]) -> Iterator[_T]:
-    """What can be read of a file, and a note where it is damaged."""
-    try:
-        yield from values
-    except event_files.DamagedFileError as error:
-        notes.append(f"{file.name} is damaged: {error}; what stands before it is shown.")
 
 
 def _from_rows(

@@ -125,7 +125,7 @@ def reading_notes(columns: Columns) -> list[str]:
     notes = [f"{len(steps):,} steps were read, {steps[0]} to {steps[-1]}."] if steps else []
     if columns.repeated:
         notes.append(f"{columns.repeated} line(s) repeat a step; each step counts once, later values win.")
-    notes += restart_notes(columns.restarts)
+    notes += _restart_notes(columns.restarts)
     # A log of every tenth step has no gaps.
     usual = median_high([b - a for a, b in pairwise(steps)] or [1])
     gaps = [(a + 1, b - 1) for a, b in pairwise(steps) if b - a > usual]
@@ -153,7 +153,7 @@ def first_and_newest(samples: Iterable[SavedSample], most: int, notes: list[str]
     return selection
 
 
-def restart_notes(restarts: Sequence[tuple[int, int]]) -> list[str]:
+def _restart_notes(restarts: Sequence[tuple[int, int]]) -> list[str]:
     """The last of ``Columns.restarts`` in words."""
     return [
         f"The run went on at step {first} after it had reached {last}; the steps that it did again count "

@@ -262,7 +262,7 @@ class RunData:
     notes: list[str] = field(default_factory=list)
     """What was read, what was missing and what was repaired; one sentence each."""
     trainer: str = ""
-    """Who trained, by the names of docs/your_trainer.md; empty: verl_rc, or not known."""
+    """Who trained, by the names of docs/token_record.md; empty: verl_rc, or not known."""
     their_names: dict[str, str] = field(default_factory=dict)
     """What the trainer calls a metric, by our name, where it is another."""
     _finite: dict[str, Series] = field(default_factory=dict, repr=False)

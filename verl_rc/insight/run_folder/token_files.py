@@ -1,11 +1,10 @@
-"""Where token records come from: files of this project or of another trainer, by step, not yet read."""
+"""Where token records come from: files of version 1, by step, not yet read."""
 
 import math
 import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -20,17 +19,15 @@ from verl_rc.data.token_record import (
     TokenRecord,
     required_facts,
 )
-from verl_rc.data.token_rows import Row, parse_line, record_of_rows, records_by_step
+from verl_rc.data.token_rows import parse_line, record_of_rows, records_by_step
 from verl_rc.insight.run_folder.lines import first_few, lines_of, open_text
 
 OWN_TRAINER = "verl_rc"
 """``trainer`` in the facts of this project's own records."""
-UNKNOWN_TRAINER = "an unknown trainer"
-"""Where the facts name none, as in records of versions of verl_rc before the format was numbered."""
 MOST_BYTES = 512 << 20
 """Of token files that are read; of more, every so many steps and lines are."""
 _MOST_NAMED = 3
-_OWN = r"(?:^|/)step_(\d{6,})(?:\.rank_\d+)?\.(?:parquet|jsonl)$"
+_NAME = re.compile(r"step_(\d{6,})(?:\.rank_\d+)?\.(?:parquet|jsonl)")
 
 Files = Mapping[int, Sequence[Path]]
 """Files of each step, steps ascending."""
@@ -41,7 +38,7 @@ class TokenSource:
     """The records of a path."""
 
     trainer: str
-    """Who wrote them, in words."""
+    """Who wrote them, in words; empty where the facts do not say it."""
     steps: Sequence[int]
     read: Callable[[int], TokenRecord]
     """Raises ``DamagedRecordError``."""
@@ -77,67 +74,6 @@ class TokenSource:
             self.notes.append(f"{len(damaged)} token record(s) cannot be read and are left out: {names}.")
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How another trainer writes tokens."""
-
-    trainer: str
-    globs: Sequence[str]
-    """Where token files lie below a folder."""
-    number: str
-    """Regular expression for the path of a token file, with the file's step as its group."""
-    rows: Callable[[int, Path, list[str]], Iterable[Row]]
-    """Rows of one file of a step; the list takes notes."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """What holds for every run of it."""
-    lacks: Sequence[str] = ()
-    """What its files do not hold, and which of its options would record it; one sentence each."""
-    holds_many_steps: bool = False
-    """Whether a file is a shard of rows of any steps, and its number no step."""
-    identity: str = ""
-    """Field of a row whose value tells that several files of the step have it; None: no other has."""
-
-    def files(self, folder: Path) -> Files:
-        """Token files of this trainer by step, ascending."""
-        paths = sorted(path for pattern in self.globs for path in folder.glob(pattern))
-        return _files_by_step(paths, self.number)
-
-    def source(self, path: Path) -> TokenSource | None:
-        """The records at a path; None where there are none of this trainer."""
-        files = self.files(path)
-        if not files:
-            return None
-        notes = [f"Token files of {self.trainer} at {len(files):,} steps.", *self.lacks]
-        files = files_to_read(files, notes)
-        facts = {"trainer": self.trainer, **self.facts}
-        if self.holds_many_steps:
-            shards = (file for paths in files.values() for file in paths)
-            rows = (row for file in shards for row in self.rows(0, file, notes))
-            return TokenSource.from_records(self.trainer, records_by_step(facts, rows), notes)
-
-        def read(step: int) -> TokenRecord:
-            errors = (LookupError, TypeError, ValueError, AttributeError)
-            with refused_as(f"its fields are not those of {self.trainer}", *errors):
-                rows = [row for file in files[step] for row in self.rows(step, file, notes)]
-            identified = {row[self.identity]: row for row in rows if row.get(self.identity) is not None}
-            unidentified = [row for row in rows if row.get(self.identity) is None]
-            return record_of_rows(facts, step, [*identified.values(), *unidentified])
-
-        return TokenSource(self.trainer, list(files), read, notes)
-
-
-@contextmanager
-def refused_as(sentence: str, *errors: type[Exception]) -> Iterator[None]:
-    """Raise ``DamagedRecordError`` with ``sentence`` where one of ``errors`` is raised inside."""
-    try:
-        yield
-    except DamagedRecordError:
-        raise
-    except errors as error:
-        reason = f"{type(error).__name__} {' '.join(str(error).split())}"[:160]
-        raise DamagedRecordError(f"{sentence}: {reason}") from error
-
-
 def read_lines(path: Path, notes: list[str], folder: Path | None = None) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines; of a file that is too long, every so many lines. Each note is
     added once.
@@ -167,11 +103,11 @@ def read_lines(path: Path, notes: list[str], folder: Path | None = None) -> Iter
     notes.extend(sentence for sentence in sentences if sentence not in notes)
 
 
-def _files_by_step(paths: Iterable[Path], number: str) -> Files:
-    """The files whose path has the step that ``number`` finds, in the order of ``paths`` within a step."""
+def _files_by_step(paths: Iterable[Path]) -> Files:
+    """The files that are named as token records, in the order of ``paths`` within a step."""
     files: dict[int, list[Path]] = {}
     for path in paths:
-        if match := re.search(number, path.as_posix()):
+        if match := _NAME.fullmatch(path.name):
             files.setdefault(int(match[1]), []).append(path)
     return {step: files[step] for step in sorted(files)}
 
@@ -187,7 +123,7 @@ def _rank_notes(files: Files) -> list[str]:
     return [f"{len(lacking)} step(s) lack the token file of a rank that other steps have: {steps}."]
 
 
-def files_to_read(files: Files, notes: list[str]) -> Files:
+def _files_to_read(files: Files, notes: list[str]) -> Files:
     """Every so many steps where all files together are too large, the first and the last among them."""
     size = sum(path.stat().st_size for paths in files.values() for path in paths)
     stride = math.ceil(size / MOST_BYTES)
@@ -203,8 +139,8 @@ def _size(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
-def own_source(path: Path) -> TokenSource | None:
-    """Token records of version 1, as this project and the hooks write them: a file, or a folder of files.
+def token_source(path: Path) -> TokenSource | None:
+    """Token records of version 1: a file, or a folder of files; None where there are none.
 
     Raises:
         DamagedRecordError: the path is a single file of JSON lines that is none.
@@ -218,15 +154,15 @@ def own_source(path: Path) -> TokenSource | None:
     folders = (path, path / FOLDER)
     found = [file for folder in folders for file in sorted(folder.glob("step_*")) if file.is_file()]
     inside = [file for file in found if not is_outside(path, file)]
-    files = _files_by_step(inside, _OWN)
+    files = _files_by_step(inside)
     if not files:
         return None
     notes = _rank_notes(files)
     if left_out := len(found) - len(inside):
         notes.append(f"{left_out} token file(s) are links that leave {path.name}, and are left out.")
-    files = files_to_read(files, notes)
+    files = _files_to_read(files, notes)
     first_file = next(iter(files.values()))[0]
-    trainer = str((_facts_or_none(first_file, path) or {}).get("trainer", UNKNOWN_TRAINER))
+    trainer = str((_facts_or_none(first_file, path) or {}).get("trainer", ""))
 
     def read(step: int) -> TokenRecord:
         if files[step][0].suffix == ".parquet":

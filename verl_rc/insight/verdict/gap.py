@@ -534,7 +534,7 @@ def _not_measured(run: RunData) -> Statement:
     if run.is_own:
         how = "diagnostics are part of every run with updates"
     elif run.tokens is not None:
-        how = "verl-rc diagnose RUN --model FOLDER compares those of its first step with a model's"
+        how = "its token records lack the trainer's (old_log_prob)"
     else:
         how = f"verl: {_ROLLOUT}.calculate_log_probs=True records it"
     return filled_statement(

@@ -36,12 +36,7 @@ def larger_than_healthy(run: RunData, records: Sequence[ReplayedRecord]) -> list
         begin, end = steps = larger.steps
         largest = max(size for step, size in sizes.items() if begin <= step <= end)
     evidence = {"gap": largest, "healthy": healthy, "step": first.step, "times": largest / healthy}
-    next_test = (table.LARGER_THAN_HEALTHY if run.is_own else table.NOT_THE_MODEL).next_test
-    return [
-        cause_statement(
-            table.LARGER_THAN_HEALTHY, evidence, confidence="possible", steps=steps, next_test=next_test
-        )
-    ]
+    return [cause_statement(table.LARGER_THAN_HEALTHY, evidence, confidence="possible", steps=steps)]
 
 
 def _sizes(run: RunData, first: ReplayedRecord) -> dict[int, float]:

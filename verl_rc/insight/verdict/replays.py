@@ -82,7 +82,6 @@ def judge_replays(records: Sequence[ReplayedRecord]) -> list[Statement]:
         else (
             _older_weights(records),
             _other_engine(records),
-            _not_the_model(records),
         )
     )
     statements = (_other_inputs(records), *further, _other_operation(records), _other_code(records))
@@ -234,20 +233,6 @@ def _other_engine(records: Sequence[ReplayedRecord]) -> Statement | None:
         },
         **_confidence(examples),
     )
-
-
-def _not_the_model(records: Sequence[ReplayedRecord]) -> Statement | None:
-    """The engine of another trainer is far from the model in its precision."""
-    for record in records:
-        residual, rounding = record.parts.get("rest"), record.numbers.get("engine_rounding")
-        if residual is None or rounding is None or residual.share <= BOUNDS.part_share:
-            continue
-        if residual.size > max(BOUNDS.reproduced, BOUNDS.far_above_floor * rounding):
-            evidence = {"size": residual.size, "share": residual.share, "rounding": rounding}
-            return cause_statement(
-                table.NOT_THE_MODEL, evidence | {"step": record.step}, **_confidence([record])
-            )
-    return None
 
 
 def _rounding_of(record: ReplayedRecord) -> float:

@@ -13,7 +13,7 @@ import torch
 
 from verl_rc.insight.hooks import recorder
 from verl_rc.insight.hooks.recorder import Recorder, attaches, masked_rows, rows_of
-from verl_rc.insight.run_folder import token_source
+from verl_rc.insight.run_folder.token_files import token_source
 
 VERSIONS = ("1.16", "1.17")
 

@@ -1,5 +1,5 @@
-"""TRL with the hook, for real: what is recorded is right, and no number of the run changes. Runs where TRL is
-installed; docs/your_trainer.md says how to make such an environment."""
+"""TRL with the hook, for real: what is recorded is right, and no number of the run changes. Runs where TRL
+1.16 is installed."""
 
 import itertools
 from pathlib import Path
@@ -16,7 +16,8 @@ from make_tiny_model import build_model, build_tokenizer, parse_arguments
 from verl_rc.data.token_record import TokenRecord
 from verl_rc.insight.hooks import recorder
 from verl_rc.insight.hooks.trl import VERSIONS, record_tokens
-from verl_rc.insight.run_folder import read_run, token_source
+from verl_rc.insight.run_folder import read_run
+from verl_rc.insight.run_folder.token_files import token_source
 
 SMALL = {"max_completion_length": 6, "per_device_train_batch_size": 16, "num_generations": 4}
 STEPS = 2

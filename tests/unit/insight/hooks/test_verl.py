@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from stand_in_trainers import imported, install
 
 from verl_rc.insight.hooks import verl as hook
-from verl_rc.insight.run_folder import token_source
+from verl_rc.insight.run_folder.token_files import token_source
 
 MODULE = "verl.trainer.ppo.v1.trainer_base"
 TEXT = """

@@ -59,7 +59,7 @@ def test_no_text(tmp_path):
         (["a", "b"], "--output"),
         (["a"] * 13 + ["--output", "x.html"], "at most 12"),
         (["a", "--output", "none/x.html"], "No such file"),
-        (["empty"], "holds neither"),
+        (["empty"], "must be a run's folder"),
     ],
 )
 def test_what_it_refuses(tmp_path, monkeypatch, capsys, arguments, words):

@@ -57,37 +57,37 @@ def test_the_words_for_numbers_that_are_not_finite(tmp_path):
 
 
 def test_half_a_last_line_is_left_out_and_said(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a/b": 1.0}\n{"step": 2, "a/b": 1')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "actor/lr": 1.0}\n{"step": 2, "actor/lr": 1')
     run = read_run(tmp_path)
     assert list(run.steps) == [1]
     assert said(run, "half written")
 
 
 def test_a_last_line_that_lacks_only_its_end_is_whole(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a/b": 1.0}\n{"step": 2, "a/b": 3.5}')
-    assert list(read_run(tmp_path).get("a/b").values) == [1.0, 3.5]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "actor/lr": 1.0}\n{"step": 2, "actor/lr": 3.5}')
+    assert list(read_run(tmp_path).get("actor/lr").values) == [1.0, 3.5]
 
 
 def test_a_step_logged_twice_counts_once_and_the_later_value_wins(tmp_path):
     run = run_of(
         tmp_path,
-        {"step": 1, "a/b": 1},
-        {"step": 2, "a/b": 2, "a/c": 7},
-        {"step": 2, "a/b": 3},
-        {"step": 3, "a/b": 4},
+        {"step": 1, "actor/lr": 1},
+        {"step": 2, "actor/lr": 2, "actor/grad_norm": 7},
+        {"step": 2, "actor/lr": 3},
+        {"step": 3, "actor/lr": 4},
     )
     assert list(run.steps) == [1, 2, 3]
-    assert list(run.get("a/b").values) == [1, 3, 4]
-    assert list(run.get("a/c").values) == [7]
+    assert list(run.get("actor/lr").values) == [1, 3, 4]
+    assert list(run.get("actor/grad_norm").values) == [7]
     assert said(run, "1 line(s) repeat a step")
 
 
 def test_a_later_life_wins_from_its_first_step_on(tmp_path):
-    first = [{"step": step, "a/b": float(step)} for step in range(1, 8)]
-    second = [{"step": step, "a/b": -float(step)} for step in (5, 6)]
+    first = [{"step": step, "actor/lr": float(step)} for step in range(1, 8)]
+    second = [{"step": step, "actor/lr": -float(step)} for step in (5, 6)]
     run = run_of(tmp_path, *first, *second)
     assert list(run.steps) == [1, 2, 3, 4, 5, 6]
-    assert list(run.get("a/b").values) == [1, 2, 3, 4, -5, -6]
+    assert list(run.get("actor/lr").values) == [1, 2, 3, 4, -5, -6]
     assert said(run, "went on at step 5 after it had reached 7")
 
 
@@ -103,9 +103,9 @@ def test_a_resumed_run_as_its_sink_leaves_it(tmp_path):
 
 
 def test_gaps_are_named(tmp_path):
-    run = run_of(tmp_path, *({"step": step, "a/b": 1} for step in (1, 2, 3, 4, 9, 10)))
+    run = run_of(tmp_path, *({"step": step, "actor/lr": 1} for step in (1, 2, 3, 4, 9, 10)))
     assert said(run, "1 gap(s) in the steps: 5 to 8")
-    assert not said(run_of(tmp_path, *({"step": step, "a/b": 1} for step in (10, 20, 30))), "gap")
+    assert not said(run_of(tmp_path, *({"step": step, "actor/lr": 1} for step in (10, 20, 30))), "gap")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_gaps_are_named(tmp_path):
     ],
 )
 def test_lines_that_are_no_records_are_left_out_and_named(tmp_path, bad):
-    run = run_of(tmp_path, {"step": 1, "a/b": 1}, bad, {"step": 2, "a/b": 2})
+    run = run_of(tmp_path, {"step": 1, "actor/lr": 1}, bad, {"step": 2, "actor/lr": 2})
     assert list(run.steps) == [1, 2]
     assert said(run, "1 line(s) are no records and are left out: 2")
 
@@ -127,10 +127,18 @@ def test_lines_that_are_no_records_are_left_out_and_named(tmp_path, bad):
 def test_values_that_are_no_numbers_are_left_out(tmp_path):
     run = run_of(
         tmp_path,
-        {"step": 1, "a/b": "text", "a/c": [1], "a/d": {"x": 1}, "a/e": True, "a/f": None, "a/g": 10**400},
+        {
+            "step": 1,
+            "actor/lr": "text",
+            "actor/grad_norm": [1],
+            "actor/pg_loss": {"x": 1},
+            "actor/entropy": True,
+            "actor/ppo_kl": None,
+            "actor/pg_clipfrac": 10**400,
+        },
     )
-    assert sorted(run.series) == ["a/e", "a/f", "a/g"]
-    assert run.get("a/e").values == [1.0]
+    assert run.series.keys() == {"actor/entropy", "actor/ppo_kl", "actor/pg_clipfrac"}
+    assert run.get("actor/entropy").values == [1.0]
 
 
 def test_a_run_that_has_not_logged_a_step_is_its_configuration(tmp_path):
@@ -143,7 +151,7 @@ def test_a_run_that_has_not_logged_a_step_is_its_configuration(tmp_path):
 @pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2\n", "!!python/object:os.system {}", "\0", "a: &a [*a]"])
 def test_a_damaged_configuration_is_named_and_runs_nothing(tmp_path, text):
     (tmp_path / "resolved_config.yaml").write_text(text)
-    lines(tmp_path / "metrics.jsonl", {"step": 1, "a/b": 1})
+    lines(tmp_path / "metrics.jsonl", {"step": 1, "actor/lr": 1})
     run = read_run(tmp_path)
     assert list(run.steps) == [1]
 
@@ -158,7 +166,7 @@ def test_secrets_of_the_configuration_stay_out(tmp_path):
 
 
 def test_alerts_and_how_it_ended(tmp_path):
-    lines(tmp_path / "metrics.jsonl", {"step": 1, "a/b": 1})
+    lines(tmp_path / "metrics.jsonl", {"step": 1, "actor/lr": 1})
     lines(
         tmp_path / "alerts.jsonl",
         {"step": 1, "title": "t", "text": "x"},
@@ -235,11 +243,11 @@ def test_steps_that_are_not_there_are_refused(tmp_path):
     ("make", "words"),
     [
         (lambda path: None, "no such file"),
-        (lambda path: path.mkdir(), "must hold a run"),
-        (lambda path: path.write_bytes(b"\x7fELF\0\0\1"), "must hold a run"),
-        (lambda path: path.write_text("<!doctype html><p>step:1 of it</p>"), "must hold a run"),
-        (lambda path: path.write_text(""), "must hold a run"),
-        (lambda path: (path.mkdir(), (path / "metrics.jsonl").write_text("")), "holds neither"),
+        (lambda path: path.mkdir(), "must be a run's folder"),
+        (lambda path: path.write_bytes(b"\x7fELF\0\0\1"), "must be a run's folder"),
+        (lambda path: path.write_text("<!doctype html><p>step:1 of it</p>"), "must be a run's folder"),
+        (lambda path: path.write_text(""), "must be a run's folder"),
+        (lambda path: (path.mkdir(), (path / "metrics.jsonl").write_text("")), "must be a run's folder"),
     ],
 )
 def test_what_is_no_run_is_refused_in_one_sentence(tmp_path, make, words):

@@ -1,17 +1,17 @@
-"""verl's logs of every era, TRL's, slime's and NeMo-RL's names, and TensorBoard's files say the same as a run
-of ours would."""
+"""verl's logs of every era and TRL's names say the same as a run of ours would; other files are refused
+in a sentence."""
 
 import json
 import math
+import pickle
 import struct
-from contextlib import suppress
+import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 
+from verl_rc.cli import main
 from verl_rc.insight.run_folder import foreign, read_run
-from verl_rc.insight.run_folder.event_files import DamagedFileError, read_scalars
 from verl_rc.metrics.catalog import CATALOG
 
 CONSOLE = "\n".join(
@@ -84,8 +84,7 @@ def test_a_first_line_longer_than_what_is_sniffed(tmp_path):
         ("mismatch/rollout_is_clipped_fraction", "rollout_corr/rollout_is_oob_ratio"),
         ("actor/rollout_corr/k3_kl", "rollout_corr/k3_kl"),
         ("sampling/sampling_logp_difference/mean", "sync/rollout_gap_mean"),
-        ("train/train_rollout_logprob_abs_diff", "sync/rollout_gap_mean"),
-        ("train/gen_kl_error", "rollout_corr/k3_kl"),
+        ("train/sampling/sampling_logp_difference/max", "sync/rollout_gap_max"),
         ("actor/pg_loss", "actor/pg_loss"),
         ("sampling/importance_sampling_ratio/mean", "sampling/importance_sampling_ratio/mean"),
     ],
@@ -130,63 +129,30 @@ def test_of_too_many_samples_the_first_and_the_newest_are_kept(tmp_path):
     )
 
 
-def test_tensorboard_wrote_it(tmp_path):
-    tensorboard = pytest.importorskip("torch.utils.tensorboard")
-    with tensorboard.SummaryWriter(str(tmp_path)) as writer:
-        writer.add_text("config", "x")
-        for step in range(1, 4):
-            writer.add_scalar("critic/score/mean", step / 4, step)
-            writer.add_scalar("mismatch/mismatch_kl", 0.25, step, new_style=True)
-            writer.add_histogram("h", torch.tensor([1.0, 2.0]), step)
-    run = read_run(tmp_path)
-    assert run.source == "TensorBoard event files"
-    assert list(run.steps) == [1, 2, 3]
-    assert list(run.get("critic/score/mean").values) == [0.25, 0.5, 0.75]
-    assert list(run.get("rollout_corr/kl").values) == [0.25] * 3
-    assert sorted(run.series) == ["critic/score/mean", "rollout_corr/kl"]
-    (file,) = tmp_path.glob("*tfevents*")
-    assert list(read_run(file).steps) == [1, 2, 3]
+SEQUENCE = {"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "inference_logprobs": [0.0, -0.5, -0.25]}
+TRACE = {"step": 9, "response_tokens": [3, 4], "logprobs": [-0.5, -0.25], "reward": 1.0, "prompt_idx": 4}
+METRICS = {"step": 1, "mismatch_kl/all/mean": 2e-4, "optim/grad_norm": 0.5, "perf/throughput": 9.0}
+DUMPS = {
+    "train_data/1.pt": lambda path: zipfile.ZipFile(path, "w").writestr("1/data.pkl", pickle.dumps(SEQUENCE)),
+    "dumped_data/global_step_1_training_input.pkl": lambda path: path.write_bytes(pickle.dumps(SEQUENCE)),
+    "token_exports/step_1/rank_0.jsonl": lambda path: path.write_text(json.dumps(SEQUENCE) + "\n"),
+    "train_data_step1.jsonl": lambda path: path.write_text(json.dumps(SEQUENCE) + "\n"),
+    "grpo_rollouts_000001.jsonl": lambda path: path.write_text(json.dumps(TRACE) + "\n"),
+    "metrics.jsonl": lambda path: path.write_text(json.dumps(METRICS) + "\n"),
+    "run-a.wandb": lambda path: path.write_bytes(struct.pack("<4sHB", b":W&B", 0xBEE1, 0) + b"\x0a" * 40),
+    "events.out.tfevents.1": lambda path: path.write_bytes(struct.pack("<Q", 24) + b"\x09" * 32),
+}
+"""Files of other trainers, W&B and TensorBoard that hold no token record and no log that is read."""
 
 
-def event(step: int, tag: bytes, value: float) -> bytes:
-    """A record after the format's definition; checksums are not looked at."""
-    entry = b"\x0a" + bytes([len(tag)]) + tag + b"\x15" + struct.pack("<f", value)
-    summary = b"\x0a" + bytes([len(entry)]) + entry
-    message = (
-        b"\x09" + struct.pack("<d", 1.0) + b"\x10" + bytes([step]) + b"\x2a" + bytes([len(summary)]) + summary
-    )
-    return struct.pack("<Q", len(message)) + b"\0\0\0\0" + message + b"\0\0\0\0"
-
-
-def test_event_files_by_hand_cut_off_anywhere(tmp_path):
-    path, first, second = tmp_path / "x.tfevents.1", event(1, b"a/b", 0.5), event(2, b"a/b", 1.5)
-    for kept in range(len(second)):
-        path.write_bytes(first + second[:kept])
-        assert list(read_scalars(path)) == [(1, "a/b", 0.5)]
-    path.write_bytes(first + second)
-    assert list(read_scalars(path)) == [(1, "a/b", 0.5), (2, "a/b", 1.5)]
-
-
-@pytest.mark.parametrize("place", range(12, 40))
-def test_damaged_event_files_never_break_the_reader(tmp_path, place):
-    data = bytearray(event(1, b"a/b", 0.5))
-    data[place] ^= 0xFF
-    path = tmp_path / "x.tfevents.1"
-    path.write_bytes(bytes(data))
-    with suppress(DamagedFileError):
-        list(read_scalars(path))
-
-
-def test_tags_of_event_files_count_steps_of_their_own(tmp_path):
-    """Four updates a rollout, rollouts counted apart; a second process logs from step 0 on; and a resumed one
-    goes back from step 7 to 6."""
-    updates = [(4 * rollout + update, b"train/loss", 1.0) for rollout in range(2) for update in range(4)]
-    mixed = [(0, b"rollout/reward", 0.5), *updates[:4], (1, b"rollout/reward", 0.75), *updates[4:]]
-    for name, events in {"1": mixed, "2": [(0, b"eval/score", 0.25)], "3": [(6, b"train/loss", 9.0)]}.items():
-        (tmp_path / f"x.tfevents.{name}").write_bytes(b"".join(event(*one) for one in events))
-    run = read_run(tmp_path)
-    assert run.get("train/loss").by_step() == {**dict.fromkeys(range(6), 1.0), 6: 9.0}
-    assert run.get("rollout/reward").by_step() == {0: 0.5, 1: 0.75}
-    assert run.get("eval/score").by_step() == {0: 0.25}
-    (restart,) = [note for note in run.notes if "went on" in note]
-    assert restart.startswith("The run went on at step 6 after it had reached 7;")
+@pytest.mark.parametrize("command", ["report", "diagnose"])
+@pytest.mark.parametrize("name", DUMPS)
+def test_dumps_and_binary_logs_are_refused_with_what_to_do(tmp_path, capsys, name, command):
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    DUMPS[name](path)
+    for given in (tmp_path / "run", path):
+        assert main([command, str(given)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"verl-rc {command}: {given} must be a run's folder, token records or a log")
+        assert "write token records (docs/token_record.md), or export its metrics from W&B" in line

@@ -9,12 +9,15 @@ import pytest
 from planted_series import healthy, write_run
 from recorded_tokens import token_record, write_tokens
 
+from verl_rc.cli import main
 from verl_rc.data.token_lines import TokenLines
 from verl_rc.data.token_parquet import record_path
-from verl_rc.insight.run_folder import read_run, token_source
+from verl_rc.insight.run_folder import NothingToReadError, read_run
 from verl_rc.insight.run_folder.profiles import Bar, Profiles
 from verl_rc.insight.run_folder.token_data import TokenData
+from verl_rc.insight.run_folder.token_files import token_source
 from verl_rc.insight.run_folder.tokens import read_tokens
+from verl_rc.insight.verdict.gap import judge_gap
 
 
 def tokens_of(folder: Path, **arguments: int) -> TokenData:
@@ -236,3 +239,77 @@ def test_the_steps_that_are_asked_for(tmp_path: Path) -> None:
     assert whole.tokens is not None
     assert cut.tokens is not None
     assert (whole.tokens.steps, cut.tokens.steps) == ([1, 10, 20], [10])
+
+
+def write_row(folder: Path, step: int, **changed: object) -> Path:
+    """A file of one row, of another trainer."""
+    row = {"response_mask": [1, 1], "rollout_log_prob": [-1.0, -0.5], "old_log_prob": [-1.1, -0.4]}
+    path = folder / f"step_{step:06d}.jsonl"
+    with TokenLines(path, trainer="mine") as lines:
+        lines.write(step, **row | changed)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"old_log_prob": [-1.0]}, "response_mask has 2, old_log_prob 1"),
+        ({"rollout_log_prob": [0.5, 0.5]}, "rollout_log_prob must be at most 0; .* sampled tokens have more"),
+        (
+            {"rollout_log_prob": [0.0, 0.0]},
+            "rollout_log_prob is 0 for every sampled token: it was not computed",
+        ),
+        ({"response_mask": [0, 0]}, "response_mask must mark the tokens"),
+    ],
+)
+def test_rows_that_are_none_say_why(tmp_path: Path, changed: dict[str, object], why: str) -> None:
+    write_row(tmp_path, 1, **changed)
+    with pytest.raises(NothingToReadError, match=why):  # no step is left, and the user reads why
+        read_run(tmp_path)
+
+
+def test_log_probs_of_the_trainer_that_were_skipped_are_none(tmp_path: Path) -> None:
+    write_row(tmp_path, 1, old_log_prob=[0.0, 0.0])
+    run = read_run(tmp_path)
+    assert run.tokens is not None
+    assert "old_log_prob" not in run.tokens.rows[0].tokens
+    assert any("hold no log-probs of the trainer" in note for note in run.notes)
+    (gap,) = judge_gap(run)
+    assert "its token records lack the trainer's (old_log_prob)" in gap.text
+
+
+@pytest.mark.parametrize("text", ['{"token_record": 1, "trainer": "mine"}\n', ""])
+def test_a_file_of_facts_alone_and_one_of_nothing_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "step_000001.rank_0.jsonl").write_text(text)
+    with pytest.raises(NothingToReadError, match=r"every row of step 1 must have|no facts"):
+        read_run(tmp_path)
+
+
+def test_of_many_gigabytes_some_steps_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    total = sum(write_row(tmp_path, step).stat().st_size for step in range(1, 31))
+    monkeypatch.setattr("verl_rc.insight.run_folder.token_files.MOST_BYTES", total // 9)
+    source = token_source(tmp_path)
+    assert source is not None
+    assert source.steps == [1, 11, 21, 30]
+    assert any("4 of 30 steps were read" in note for note in source.notes)
+
+
+def test_raw_log_probs_at_another_temperature_are_said_first(tmp_path: Path) -> None:
+    with TokenLines(
+        tmp_path / "x.jsonl", trainer="mine", temperature=0.7, logprobs_mode="raw_logprobs"
+    ) as lines:
+        lines.write(1, [1, 1], [-1.0, -2.0], [-1.1, -2.1])
+    first = judge_gap(read_run(tmp_path / "x.jsonl"))[0]
+    assert first.cause == "raw log-probs at another temperature"
+    assert first.text.startswith("By its records the engine samples at temperature 0.7")
+
+
+@pytest.mark.parametrize("command", ["report", "diagnose"])
+def test_a_run_of_ours_with_records_of_another_trainer_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    folder = write_run(tmp_path / "run", healthy())
+    write_row(folder / "tokens", 1)
+    assert main([command, str(folder)]) == 2
+    said = "must hold the files of one trainer; it holds a run of verl_rc and token records of mine. Pass a"
+    assert said in " ".join(capsys.readouterr().err.split())

@@ -1,4 +1,4 @@
-"""Planted faults, written as other trainers write tokens: what their fields tell is named as in a run of our
+"""Planted faults in token records of another trainer: what their fields tell is named as in a run of our
 own, and nothing is named wrongly where fields are missing."""
 
 from collections import defaultdict
@@ -8,21 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_layouts import WRITERS
 from planted_tokens import PLANS, Row, rows_of
 
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.data.token_rows import record_of_rows
-from verl_rc.insight.run_folder import RunData, Series, read_run
+from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.run_folder.folder import with_tokens
 from verl_rc.insight.run_folder.records import OWN_RUN
 from verl_rc.insight.run_folder.token_files import TokenSource
 from verl_rc.insight.verdict import judge
 
 STEPS = (1, 2)
-HAVE_ENTROPIES = ("prime-rl", "slime", "miles")
-READ_SLOWLY = ("slime", "miles")
-"""Many small tensors: three plans are enough."""
 NATIVELY = {
     "healthy bf16": "rounding",
     "healthy fp8": "rounding",
@@ -49,7 +45,7 @@ NATIVELY = {
 
 
 FILTERS = [plan for plan, cause in NATIVELY.items() if cause == "sampling filter not mirrored"]
-IN_FOREIGN_FILES = NATIVELY | {
+WITH_ENTROPIES = NATIVELY | {
     "top-p 0.7 raw": "rounding",  # no varentropies
     "one engine of two stale": "rounding",  # no engines
     "age 4": "rounding",  # no versions in these
@@ -57,7 +53,7 @@ IN_FOREIGN_FILES = NATIVELY | {
     "stop token lost, log-probs shifted": "log-probs of some rows shifted",
     "a completion returned twice": "one sample for several requests",
 }
-WITHOUT_ENTROPIES = IN_FOREIGN_FILES | {
+WITHOUT_ENTROPIES = WITH_ENTROPIES | {
     "temperature 0.98": "rounding",
     **dict.fromkeys((*FILTERS, "stop token banned"), "sampling filter or banned token"),
 }
@@ -109,24 +105,6 @@ def test_the_trainer_s_own_statistics_name_it(plan: str, planted_steps: Any) -> 
     assert first_cause(RunData("native", Path("native"), OWN_RUN, STEPS, columns)) == NATIVELY[plan]
 
 
-@pytest.mark.parametrize(
-    ("trainer", "plan"),
-    [
-        (trainer, plan)
-        for trainer in sorted(WRITERS)
-        for plan in PLANS
-        if trainer not in READ_SLOWLY or plan in ("healthy bf16", "top-p 0.9", "stop token banned")
-    ],
-)
-def test_files_of_other_trainers_name_the_same_or_nothing(
-    tmp_path: Path, trainer: str, plan: str, planted_steps: Any
-) -> None:
-    for step, rows in planted_steps[plan].items():
-        WRITERS[trainer](tmp_path, step, rows)
-    expected = IN_FOREIGN_FILES if trainer in HAVE_ENTROPIES else WITHOUT_ENTROPIES
-    assert first_cause(read_run(tmp_path)) == expected[plan]
-
-
 ALONE = WITHOUT_ENTROPIES | {
     "temperature 0.9": "rounding",
     "raw at 0.7": "raw log-probs, or not those of the sampled tokens",
@@ -135,9 +113,19 @@ ALONE = WITHOUT_ENTROPIES | {
 }
 
 
+LOG_PROBS = ("response_mask", "rollout_log_prob", "old_log_prob")
+IDS = (*LOG_PROBS, "prompt_ids", "response_ids")
+
+
 @pytest.mark.parametrize("plan", PLANS)
-def test_two_log_probs_and_a_mask_name_nothing_wrongly(plan: str, planted_steps: Any) -> None:
-    names = ("response_mask", "rollout_log_prob", "old_log_prob")
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [((*IDS, "entropy"), WITH_ENTROPIES), (IDS, WITHOUT_ENTROPIES), (LOG_PROBS, ALONE)],
+    ids=["entropies", "ids", "log-probs"],
+)
+def test_records_with_some_fields_name_the_same_or_nothing(
+    plan: str, names: Sequence[str], expected: Mapping[str, str], planted_steps: Any
+) -> None:
     run = RunData("alone", Path("alone"), "token records")
     source = TokenSource(
         "mine",
@@ -146,4 +134,4 @@ def test_two_log_probs_and_a_mask_name_nothing_wrongly(plan: str, planted_steps:
             {}, step, [{name: row[name] for name in names} for row in planted_steps[plan][step]]
         ),
     )
-    assert first_cause(with_tokens(run, source)) == ALONE[plan]
+    assert first_cause(with_tokens(run, source)) == expected[plan]

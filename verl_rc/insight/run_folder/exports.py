@@ -1,30 +1,16 @@
-"""W&B: files of offline runs (``run-*.wandb``), and exports of a run's history (CSV, JSON), of any trainer.
-
-A file of an offline run is a row of records in blocks of 32 KiB, as LevelDB's log has them; each record is a
-protocol buffer ``Record``.
-"""
+"""W&B's exports of a run's history (CSV, JSON), of any trainer."""
 
 import csv
 import json
-import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from verl_rc.data.token_rows import parse_line
-from verl_rc.insight.run_folder.event_files import DamagedFileError, fields_of
 from verl_rc.insight.run_folder.lines import as_step, numbers_of
 from verl_rc.insight.run_folder.records import NothingToReadError
 
-OFFLINE, EXPORT = "W&B offline run", "W&B export"
-_HEADER = struct.Struct("<4sHB")
-_MAGIC = (b":W&B", 0xBEE1, 0)
-_BLOCK = 32 << 10
-_PART = struct.Struct("<IHB")
-"""Checksum, length and kind of a part of a record."""
-_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
-# Field numbers of Record, HistoryRecord and HistoryItem.
-_HISTORY, _ITEM, _KEY, _NESTED_KEY, _VALUE_JSON = 2, 1, 1, 2, 16
+SOURCE = "W&B export"
 _STEP = "_step"
 _TRAINING_STEP = "global_step"
 """Metric, in a section of any name, that holds the training step where W&B's own counts calls of ``log``."""
@@ -32,60 +18,6 @@ _TRAINING_STEP = "global_step"
 _LOOKED_AT = 1 << 20
 
 Rows = Iterator[tuple[int, dict[str, float]]]
-
-
-def is_offline(path: Path) -> Path | None:
-    """The file of an offline run at a path; None where there is none."""
-    if path.is_file():
-        return path if path.suffix == ".wandb" else None
-    return next(iter(sorted(path.glob("run-*.wandb"))), None)
-
-
-def offline_rows(path: Path) -> Rows:
-    """Step and metrics of each history record. Raises ``DamagedFileError`` where the bytes make no sense."""
-    return _by_step(
-        dict(_items(history))
-        for record in _records(path)
-        for number, history in fields_of(record)
-        if number == _HISTORY and isinstance(history, bytes)
-    )
-
-
-def _items(history: bytes) -> Iterator[tuple[str, Any]]:
-    for number, item in fields_of(history):
-        if number != _ITEM or not isinstance(item, bytes):
-            continue
-        fields = [(field, value) for field, value in fields_of(item) if isinstance(value, bytes)]
-        keys = [value.decode("utf-8", "replace") for field, value in fields if field in (_KEY, _NESTED_KEY)]
-        values = [value for field, value in fields if field == _VALUE_JSON]
-        if keys and values:
-            try:
-                yield ".".join(keys), json.loads(values[-1])
-            except ValueError:
-                continue
-
-
-def _records(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        header = file.read(_HEADER.size)
-        if len(header) < _HEADER.size or _HEADER.unpack(header) != _MAGIC:
-            raise DamagedFileError("it is no file of an offline run")
-        place = _HEADER.size
-        parts: list[bytes] = []
-        while True:
-            if _BLOCK - place % _BLOCK < _PART.size:  # the remainder of a block is padding
-                place += len(file.read(_BLOCK - place % _BLOCK))
-            head = file.read(_PART.size)
-            if len(head) < _PART.size:
-                return
-            _, length, kind = _PART.unpack(head)
-            data = file.read(length)
-            place += _PART.size + len(data)
-            if len(data) < length or kind not in (_FULL, _FIRST, _MIDDLE, _LAST):
-                return  # half a record, which a killed run leaves
-            parts = [data] if kind in (_FULL, _FIRST) else [*parts, data]
-            if kind in (_FULL, _LAST):
-                yield b"".join(parts)
 
 
 def export_rows(path: Path) -> Rows | None:
