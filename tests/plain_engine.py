@@ -1,10 +1,6 @@
-"""A vLLM engine that knows nothing of this project, for tests of what others load and what went wrong in
-other engines."""
-
-from collections.abc import Sequence
+"""A vLLM engine that knows nothing of this project, for tests of what others load."""
 
 from vllm import LLM, SamplingParams
-from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
 
 
@@ -29,23 +25,3 @@ class PlainEngine:
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         (request,) = self._llm.generate(prompt, sampling, lora_request=self._adapter, use_tqdm=False)
         return list(request.prompt_token_ids), list(request.outputs[0].token_ids)
-
-    def sample(
-        self, prompts: Sequence[list[int]], num_tokens: int, weights: str, filled_by: str
-    ) -> list[tuple[list[int], list[float]]]:
-        """Token ids and log-probs of a response to each prompt; the prefix cache keeps what ``filled_by``
-        computed of them."""
-        assert self._llm.reset_prefix_cache()
-        given = [tokens_input(prompt) for prompt in prompts]
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": filled_by})
-        self._llm.generate(given, SamplingParams(max_tokens=1), use_tqdm=False)
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": weights})
-        sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, logprobs=0, seed=3)
-        found = []
-        for output in self._llm.generate(given, sampling, use_tqdm=False):
-            (response,) = output.outputs
-            ids = list(response.token_ids)
-            found.append(
-                (ids, [entry[token].logprob for token, entry in zip(ids, response.logprobs, strict=True)])
-            )
-        return found

@@ -123,11 +123,11 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
         {
             "folder": path_argument("RUN", "folder of a run; replays need its token records"),
             "--replay": {
-                "metavar": "R0,R1",
+                "metavar": "R0,R3",
                 "nargs": "?",
                 "const": "all",
                 "default": "",
-                "help": "replays to make, such as R1,R3, or all; without names all (RUN/diagnosis.json keeps "
+                "help": "replays to make, R0 or R3; without names both (RUN/diagnosis.json keeps "
                 "them, the report shows them)",
             },
             "--rows": {

@@ -28,7 +28,5 @@ class Cause:
     overrides: tuple[str, ...] = ()
     evidence: Evidence = "tokens"
     level: Level = "fault"
-    is_repairable: bool = False
-    """Whether a correction repairs the bias that it makes."""
     is_specific: bool = True
     """False: something differs, or nothing does, and the metrics do not tell what."""

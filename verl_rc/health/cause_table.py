@@ -127,7 +127,6 @@ STALENESS = Cause(
     ("Correct it with token weights, or let the engines be fewer steps behind."),
     evidence="run",
     level="notice",
-    is_repairable=True,
 )
 DRIFT = Cause(
     17,
@@ -144,7 +143,6 @@ DRIFT = Cause(
     ("Fewer updates a step (larger mini-batches, one epoch), a lower learning rate or a tighter clip."),
     evidence="run",
     level="notice",
-    is_repairable=True,
 )
 WEIGHTS_NEVER_ARRIVE = Cause(
     18,
@@ -174,7 +172,6 @@ LOST_IN_ROUNDING = Cause(
     ),
     evidence="run",
     level="notice",
-    is_repairable=True,
 )
 ONE_VERSION_LATE = Cause(
     19,
@@ -212,7 +209,6 @@ ROUNDING = Cause(
     (""),
     evidence="run",
     level="good",
-    is_repairable=True,
     is_specific=False,
 )
 LARGE = Cause(
@@ -225,10 +221,9 @@ LARGE = Cause(
     (""),
     (
         "verl-rc diagnose RUN --replay tells a trainer that scores other inputs (prompts, padding, dropout) "
-        "from an engine that computes otherwise."
+        "and older weights from the rest."
     ),
     evidence="run",
-    is_repairable=True,
     is_specific=False,
 )
 BEYOND_ROUNDING = Cause(
@@ -241,7 +236,6 @@ BEYOND_ROUNDING = Cause(
     (""),
     LARGE.next_test,
     evidence="run",
-    is_repairable=True,
     is_specific=False,
 )
 GROWN = Cause(
@@ -257,7 +251,6 @@ GROWN = Cause(
     ),
     overrides=(f"{ROLLOUT}.dtype=float32", f"{ROLLOUT}.enable_prefix_caching=False"),
     evidence="run",
-    is_repairable=True,
     is_specific=False,
 )
 OTHER_INPUTS = Cause(
@@ -269,19 +262,6 @@ OTHER_INPUTS = Cause(
         "Compare prompts, positions and masks of the trainer's forward pass with the recorded ids; turn "
         "dropout off."
     ),
-    evidence="replays",
-)
-STALE_CACHE = Cause(
-    14,
-    "stale prefix cache",
-    "R4: a prefix cache filled by older weights explains the engine twice as well",
-    (
-        "An engine with weights {reported_version:.0f} whose prefix cache was filled by weights "
-        "{cache_version:.0f} ({cached_tokens:.0f} tokens of prompts come from there) is {distance:.4f} nats "
-        "from the log-probs of step {step:.0f}, with a cache of its own {own_cache_distance:.4f}"
-    ),
-    ("Reset the prefix cache after every weight update, or turn it off and compare."),
-    overrides=(f"{ROLLOUT}.enable_prefix_caching=False",),
     evidence="replays",
 )
 OLDER_WEIGHTS = Cause(
@@ -299,82 +279,6 @@ OLDER_WEIGHTS = Cause(
     overrides=(f"{ROLLOUT}.sync_proof.canary_freq=1",),
     evidence="replays",
 )
-ENGINES_INPUTS = Cause(
-    20,
-    "the engine was given other inputs",
-    "the engine's log-probs come out with a mistake in its inputs",
-    (""),
-    ("Compare the ids that the engine was sent with the recorded ones: templates, start tokens, padding."),
-    evidence="replays",
-    is_repairable=True,
-)
-OTHER_ENGINE = Cause(
-    20,
-    "the engine had other prompts, sampling, cache or weights",
-    "a replayed engine is farther from the recorded one than rounding makes",
-    (
-        "An engine with the right weights that is given the tokens of step {step:.0f} is {size:.4f} nats "
-        "from what the run's engine reported ({first:.4f} at the start), where rounding makes "
-        "{rounding:.4f}; {share:.0%} of the gap"
-    ),
-    (
-        "Compare the ids and the sampling parameters that the engine was sent with the recorded ids and the "
-        "configuration; then restart the engine and compare its tensors with the trainer's after a sync."
-    ),
-    overrides=(f"{ROLLOUT}.enable_prefix_caching=False", f"{ROLLOUT}.sync_proof.canary_freq=1"),
-    evidence="replays",
-    is_repairable=True,
-)
-OTHER_CODE = Cause(
-    20,
-    "the engine's code computes otherwise than the trainer's",
-    "R2: with equal weights, in float32 and row by row, engine and trainer differ",
-    (
-        "With the weights of step {step:.0f}, in float32 and one row at a time, the engine is {kernels:.4f} "
-        "nats from the trainer: {share:.0%} of the gap is neither rounding nor weights"
-    ),
-    (
-        "Compare what both make of the model's configuration (rotary base, scaling, experts, merged "
-        "adapters), then try other kernels of attention in the engine."
-    ),
-    evidence="replays",
-    is_repairable=True,
-)
-OTHER_OPERATION = Cause(
-    20,
-    "an operation of the engine computes otherwise than the trainer's",
-    f"R8: more than {BOUNDS.far_above_floor:g} times as far from the trainer's in float32 as the trainer's "
-    "in the engine's precision",
-    (
-        "OPERATION is the first operation of the engine that is farther from the trainer's than rounding "
-        "makes: with the weights and prompts of step {step:.0f} {gap:.2g} of its size from float32, where "
-        "the trainer's code in the engine's precision is {rounding:.2g}"
-    ),
-    (
-        "Compare what both sides make of the model's configuration for this operation (rotary base and "
-        "scaling, norm epsilon, head sizes), and the engine's kernel for it with its plain one."
-    ),
-    evidence="replays",
-    is_repairable=True,
-)
-LARGER_THAN_HEALTHY = Cause(
-    20,
-    "larger than this precision makes for this model",
-    f"R2: the gap of the replayed step, or of later ones, is {BOUNDS.above_floor:g} times what the "
-    "precisions of trainer and engine round",
-    (
-        "The gap is {gap:.4f} nats, {times:.1f} times what rounding to the engine's precision made with this "
-        "model in step {step:.0f} ({healthy:.4f}): look what else differs"
-    ),
-    (
-        "verl-rc diagnose RUN --replay R3,R5,R6 tells older weights, an engine whose code computes "
-        "otherwise, and one that had other inputs; verl-rc diagnose MODEL --digests OTHER names tensors that "
-        "differ."
-    ),
-    evidence="replays",
-    level="notice",
-    is_specific=False,
-)
 
 RUN_CAUSES = (
     OVERFLOW,
@@ -391,16 +295,7 @@ RUN_CAUSES = (
     GROWN,
 )
 """Causes that the report names from the course of a run."""
-REPLAY_CAUSES = (
-    OTHER_INPUTS,
-    STALE_CACHE,
-    OLDER_WEIGHTS,
-    ENGINES_INPUTS,
-    OTHER_ENGINE,
-    OTHER_OPERATION,
-    OTHER_CODE,
-    LARGER_THAN_HEALTHY,
-)
+REPLAY_CAUSES = (OTHER_INPUTS, OLDER_WEIGHTS)
 CAUSES: Mapping[str, Cause] = {
     cause.name: cause for cause in reversed((*INVARIANTS, *SIGNATURE_CAUSES, *RUN_CAUSES, *REPLAY_CAUSES))
 }

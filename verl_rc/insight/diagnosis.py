@@ -1,7 +1,7 @@
 """What makes the gap of a run, from its metrics; and which replays would say more. Needs no torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,7 @@ from verl_rc.insight.verdict.signatures import CauseRow
 
 REPLAYS: Mapping[str, str] = {
     "R0": "the trainer twice, with its weights of the step, and against what it recorded: 2 forwards",
-    "R1": "each row alone, and with mistakes in the inputs: 4 forwards, one of them slow",
-    "R2": "the model in the engine's precision: 1 forward, 3 where the trainer does not compute in float32",
     "R3": "the trainer with each version of the weights that was kept: 1 forward each; needs checkpoints",
-    "R4": "ids decoded and encoded again: no model",
-    "R5": "an engine that is given the tokens, without caches: an engine's start and 1 prefill a record",
-    "R6": "an engine in float32 that is given one row at a time: another start and a prefill of every row",
-    "R7": "an engine that says the tokens one by one, its prefix cache empty, or filled with older weights: "
-    "as R5, and 3 generations a record",
-    "R8": "the operation at which engine and trainer part: an engine's start and two of a trainer, for the "
-    "last record alone",
 }
 """Replays of docs/see_why.md that ``verl-rc diagnose`` can make, and the cost of each for a record."""
 
@@ -49,8 +40,6 @@ class Diagnosis:
 
     statements: tuple[Statement, ...]
     replayed: tuple[ReplayedRecord, ...] = ()
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """Time of each replay."""
     notes: tuple[str, ...] = ()
     """What was not replayed or checked, and why."""
     rows: tuple[CauseRow, ...] = ()
@@ -63,23 +52,18 @@ class Diagnosis:
             if statement.next_test:
                 yield f"  next: {statement.next_test}"
         for record in self.replayed:
-            parts = ", ".join(
-                f"{name} {part.size:.4f} ({part.share:.0%})" for name, part in record.parts.items()
-            )
+            nearest = f", nearest weights {record.best_version}" if record.versions else ""
             yield (
-                f"  step {record.step}, {record.tokens} tokens: gap {record.gap:.4f} nats; "
-                f"{parts or 'no part was replayed'}"
+                f"  step {record.step}, {record.tokens} tokens: gap {record.gap:.4f} nats, trainer again "
+                f"{record.trainer:.4f} ({record.share:.0%}){nearest}"
             )
         yield from (f"  {note}" for note in self.notes)
-        if self.seconds:
-            yield "  " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.seconds.items())
 
     def as_json(self) -> dict[str, Any]:
         """For machines."""
         return {
             "statements": [statement.as_json() for statement in self.statements],
             "replayed": [record.as_json() for record in self.replayed],
-            "seconds": dict(self.seconds),
             "notes": list(self.notes),
             "rows": [asdict(row) for row in self.rows],
         }

@@ -72,7 +72,7 @@ class SignatureBounds:
     above_floor: float = 2.0
     """A gap of at most so many times that of the first steps is rounding."""
     part_share: float = 0.15
-    """Share of the gap's variance from which on a part of it, found by replays, names a cause."""
+    """Share of the gap's variance from which on the trainer's part of it, found by a replay, is a cause."""
     reproduced: float = 1e-3
     """Log-probs of the trainer that differ by at most so many nats count as equal: other batches round
     otherwise."""

@@ -48,8 +48,6 @@ class ComparedOperation:
     """NaN where a difference is NaN."""
     first_difference: tuple[int, int] | None
     """Sequence and position of the first row that differs. None if no row does."""
-    relative_error: float = 0.0
-    """Root mean square of the differences over that of the trainer's numbers."""
 
 
 class CapturedTrainer:
@@ -83,16 +81,6 @@ class CapturedTrainer:
                 engine_rows = engine_rows[:, : trainer_rows.shape[1]]
             compared += compare_rows(name, places, trainer_rows, engine_rows)
         return compared
-
-    def save_as_engine(self, prompts: list[list[int]], file: str, output: str) -> None:
-        """Write to ``output``, as an engine would, what this model computes of the tokens in an engine's
-        ``file``."""
-        engine = torch.load(file, map_location="cpu")
-        results = self._results(prompts, engine)
-        _, log_probs = results.pop(capture.LOG_PROBS)
-        by_response = log_probs[:, 0].split([len(response) for response in engine["responses"]])
-        log_prob_lists = [response_log_probs.tolist() for response_log_probs in by_response]
-        torch.save({**engine, "kept": results, "log_probs": log_prob_lists}, output)
 
     def _results(
         self, prompts: list[list[int]], engine: dict[str, Any]
@@ -196,9 +184,6 @@ def compare_rows(
                     different_rows=int(is_different.sum()),
                     largest_difference=float(differences.abs().max()),
                     first_difference=min((places[int(row)][:2] for row in rows[is_different]), default=None),
-                    relative_error=float(differences.norm() / ours.double().norm())
-                    if is_different.any()
-                    else 0.0,
                 )
             )
     return compared

@@ -146,6 +146,7 @@ def test_a_damaged_checkpoint_is_one_line(
         (["what-if", "run"], "docs/rollout_correction.md"),
         (["convert", "tokens", "out.jsonl"], "docs/token_record.md"),
         (["diagnose", "run", "--model=base"], "docs/token_record.md"),
+        (["diagnose", "run", "--replay", "R0,R7"], "--replay must be of R0, R3, got R7"),
         (["doctor", "task=digits", "--gpu"], "HARDWARE=1gpu bash scripts/quickstart.sh"),
     ],
 )

@@ -9,7 +9,7 @@ from verl_rc.config.schema import fields_of
 from verl_rc.insight.page.encode import curve_of
 from verl_rc.insight.page.sparkline import sparkline
 from verl_rc.insight.page.text import escaped, listed, number, shortened, table
-from verl_rc.insight.run_folder import Part, RunData, SavedSample
+from verl_rc.insight.run_folder import RunData, SavedSample
 from verl_rc.insight.verdict import Statement, Verdict
 from verl_rc.insight.verdict.estimates import last_tenth, mean_of
 from verl_rc.metrics.catalog import CATALOG
@@ -63,47 +63,26 @@ def evidence_panel(run: RunData, verdict: Verdict) -> str:
     return f"{evidence}{checked}{invisible}{_replays(run)}"
 
 
-_PARTS = {
-    "trainer": "trainer",
-    "versions": "other weights",
-    "engine": "engine",
-    "precision": "precision",
-    "decode": "token by token",
-    "rest": "residual",
-}
-"""Parts of the gap that replays find, with their headings."""
-
-
 def _replays(run: RunData) -> str:
-    """The parts of the gap of each record that was replayed, in nats, with their shares."""
-    records = run.replays
-    if not records:
+    """What was measured of each record that was replayed, in nats."""
+    if not run.replays:
         return (
             "<p>Replays of recorded tokens tell more: <code>verl-rc diagnose RUN --replay</code></p>"
             if run.is_own and run.tokens is not None
             else ""
         )
-    replayed = {name for record in records for name in record.parts}
-    names = [name for name in _PARTS if name in replayed or name in ("trainer", "versions", "engine", "rest")]
     rows = [
         (
             str(record.step),
             str(record.version),
             number(record.gap),
-            *(_part(record.parts.get(name)) for name in names),
-            str(record.best_version) if len(record.versions) > 1 else "",
+            f"{number(record.trainer)} ({record.share:.0%})",
+            str(record.best_version) if record.versions else "",
         )
-        for record in records
+        for record in run.replays
     ]
-    head = ("step", "reported weights", "gap, nats", *(_PARTS[name] for name in names), "nearest weights")
-    return (
-        "<h3>Replays</h3><p>The gap as a sum of parts, nats, with shares of its "
-        f"variance.</p>{table(head, rows)}"
-    )
-
-
-def _part(part: Part | None) -> str:
-    return "" if part is None else f"{number(part.size)} ({part.share:.0%})"
+    head = ("step", "reported weights", "gap, nats", "trainer, recorded and again", "nearest weights")
+    return f"<h3>Replays</h3>{table(head, rows)}"
 
 
 def alerts_panel(run: RunData) -> str:

@@ -12,7 +12,6 @@ from torch.nn.utils.rnn import pad_sequence
 from verl_rc.data.batches import TokenBatch, left_padded
 from verl_rc.data.token_parquet import read_record, record_files
 from verl_rc.data.token_record import FOLDER, DamagedRecordError, TokenRecord
-from verl_rc.insight.verdict.replays import rms
 
 
 class NothingToReplayError(ValueError):
@@ -43,29 +42,22 @@ class RecordedRows:
         """Root mean square of the log-ratio, nats; 0 where the trainer's log-probs were not recorded."""
         return 0.0 if self.train is None else self.rms(self.train, self.rollout)
 
-    @property
-    def prompts(self) -> list[list[int]]:
-        """Ids of every row's prompt."""
-        lengths = self.tokens.prompt_lengths.tolist()
-        return [
-            row[len(row) - length :]
-            for row, length in zip(self.tokens.prompts.tolist(), lengths, strict=True)
-        ]
-
-    def with_prompts(self, prompts: list[list[int]]) -> TokenBatch:
-        """The tokens behind other prompts."""
-        padded, lengths = left_padded(prompts, pad_token_id=0)
-        return TokenBatch(
-            prompts=padded,
-            prompt_lengths=lengths,
-            responses=self.tokens.responses,
-            response_lengths=self.tokens.response_lengths,
-            batch_size=self.tokens.batch_size,
-        )
-
     def rms(self, first: Tensor, second: Tensor) -> float:
-        """Root mean square of a difference over the counted tokens, nats."""
-        return rms((first.double() - second.double())[self.counted].numpy())
+        """Root mean square of a difference over the counted tokens, nats; 0 without any."""
+        difference = (first.double() - second.double())[self.counted]
+        return float(difference.square().mean().sqrt()) if len(difference) else 0.0
+
+    def share(self, scores: Tensor) -> float:
+        """Share of the gap's variance that the trainer's log-probs less ``scores`` explain; 0 where they were
+        not recorded."""
+        if self.train is None or not self.counted.any():
+            return 0.0
+        log_probs = (values.double()[self.counted] for values in (self.train, scores, self.rollout))
+        train, computed, rollout = log_probs
+        gap, difference = train - rollout, train - computed
+        variance = gap.var(correction=0)
+        covariance = ((gap - gap.mean()) * (difference - difference.mean())).mean()
+        return float(covariance / variance) if variance else 0.0
 
 
 def read_rows(folder: Path, most_rows: int, first_step: int, last_step: int) -> list[RecordedRows]:

@@ -17,10 +17,10 @@ _ROWS_AT_ONCE = 16
 class TrainerReplay:
     """A model of one version of the weights, without shards and processes."""
 
-    def __init__(self, config: RunConfig, model_folder: str, dtype: torch.dtype | None = None) -> None:
-        """Load the model of a run in the trainer's precision of computing, or in ``dtype``."""
+    def __init__(self, config: RunConfig, model_folder: str) -> None:
+        """Load the model of a run in the trainer's precision of computing."""
         policy = config.actor_rollout_ref
-        dtype = dtype or torch_dtype(policy.actor.fsdp_config.dtype)
+        dtype = torch_dtype(policy.actor.fsdp_config.dtype)
         self._model: nn.Module = load_causal_lm(
             model_folder,
             dtype,
@@ -29,37 +29,18 @@ class TrainerReplay:
             operations=operations(policy.exact, dtype),
         )
         self._model.eval()
-        self._temperature, self._packs = policy.rollout.temperature, policy.model.use_remove_padding
+        self._options = ForwardOptions(policy.rollout.temperature, policy.model.use_remove_padding)
 
-    def score(self, tokens: TokenBatch, alone: bool = False) -> Tensor:
-        """Log-probs float32 ``[B, R]``, nats; ``alone``: each row by itself, neither packed nor padded."""
+    def score(self, tokens: TokenBatch) -> Tensor:
+        """Log-probs float32 ``[B, R]``, nats."""
         scored = torch.zeros(tokens.responses.shape)
-        rows_at_once = 1 if alone else _ROWS_AT_ONCE
         with torch.no_grad():
-            for part, scores in zip(tokens.split(rows_at_once), scored.split(rows_at_once), strict=True):
-                log_probs = self._log_probs(part, self._packs and not alone)
-                scores[:, : log_probs.shape[1]] = log_probs
+            for part, scores in zip(tokens.split(_ROWS_AT_ONCE), scored.split(_ROWS_AT_ONCE), strict=True):
+                cut: Any = part.clone()
+                cut.responses = part.responses[:, : max(1, int(part.response_lengths.max()))]
+                log_probs = score_tokens(self._model, cut, self._options, with_entropy=False).log_probs
+                scores[:, : log_probs.shape[1]] = log_probs.float()
         return scored
-
-    def gradient(self, tokens: TokenBatch, pulls: Tensor) -> dict[str, Tensor]:
-        """By name of the parameter, the gradient of the sum of ``pulls`` ``[B, T]`` times the tokens'
-        log-probs."""
-        self._model.zero_grad()
-        for part, part_pulls in zip(tokens.split(_ROWS_AT_ONCE), pulls.split(_ROWS_AT_ONCE), strict=True):
-            log_probs = self._log_probs(part, self._packs)
-            (log_probs * part_pulls[:, : log_probs.shape[1]]).sum().backward()
-        return {
-            name: parameter.grad
-            for name, parameter in self._model.named_parameters()
-            if parameter.grad is not None
-        }
-
-    def _log_probs(self, tokens: TokenBatch, packs: bool) -> Tensor:
-        """float32 ``[B, longest]``, nats."""
-        cut: Any = tokens.clone()
-        cut.responses = tokens.responses[:, : max(1, int(tokens.response_lengths.max()))]
-        options = ForwardOptions(self._temperature, packs)
-        return score_tokens(self._model, cut, options, with_entropy=False).log_probs.float()
 
     def score_as_trained(self, tokens: TokenBatch) -> Tensor:
         """``score`` with the dropout of the model's configuration."""

@@ -171,16 +171,6 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One difference of neighbouring log-probs."""
-
-    size: float
-    """Root mean square over tokens, nats."""
-    share: float
-    """Covariance with the gap over the gap's variance."""
-
-
-@dataclass(frozen=True)
 class ReplayedRecord:
     """What the replays of one step's record measured."""
 
@@ -190,38 +180,17 @@ class ReplayedRecord:
     tokens: int
     gap: float
     """Root mean square of the log-ratio, nats; 0 where the trainer's log-probs were not recorded."""
-    parts: Mapping[str, Part] = field(default_factory=dict)
-    """``trainer``, ``versions``, ``engine``, ``precision``, ``decode``, ``rest``, as far as they were
-    replayed."""
+    trainer: float = 0.0
+    """R0: nats between the log-probs that the trainer recorded and those that it computes again; 0 where none
+    were recorded."""
+    share: float = 0.0
+    """Share of the gap's variance that this difference explains."""
+    trainer_twice: float = 0.0
+    """R0: nats between two passes of the trainer."""
+    noise: float = 0.0
+    """Nats by which the trainer's precision alone may differ in other batches."""
     versions: Mapping[int, float] = field(default_factory=dict)
-    """By version of the weights, root mean square of its log-probs less the engine's, nats."""
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    """``trainer_twice``, ``alone``, ``precision`` (nats), ``retokenised`` (share of rows), ``noise`` (of the
-    trainer).
-
-    ``engine_reproduced``: nats between the engine's log-probs and the trainer's with the mistake that gives
-    them. ``kernels``: nats between the engine in float32, row by row, and the trainer's code in float32.
-    ``own_cache``: nats between the recorded log-probs and those of an engine whose prefix cache began empty;
-    ``stale_cache``: of one whose cache weights ``stale_version`` filled; ``cached_tokens``: how many tokens
-    of prompts came from there. ``engine_rounding``: nats between the model in the engine's precision and in
-    float32, where transformers stands for the engine of another trainer. ``operation_gap``,
-    ``operation_rounding``: relative distances of ``operation`` from the trainer's code in float32, of the
-    engine and of the trainer's code in its precision."""
-    reproduced_by: str = ""
-    """The mistake in the trainer's inputs with which its recorded log-probs come out again."""
-    engine_reproduced_by: str = ""
-    """The mistake in the engine's inputs with which its recorded log-probs come out again."""
-    operation: str = ""
-    """The first operation at which an engine is farther from the trainer than its precision rounds."""
-
-    def __post_init__(self) -> None:
-        """Raise ``ValueError`` where a measurement lacks others that come with it."""
-        required = {"own_cache", "stale_version", "cached_tokens"} if "stale_cache" in self.numbers else set()
-        required |= {"operation_gap", "operation_rounding"} if self.operation else set()
-        if lacking := required - self.numbers.keys():
-            raise ValueError(f"numbers of step {self.step} must hold {', '.join(sorted(lacking))}")
-        if {"stale_cache", "engine_reproduced"} & self.numbers.keys() and self.version not in self.versions:
-            raise ValueError(f"versions of step {self.step} must hold version {self.version}")
+    """R3: by version of the weights, root mean square of its log-probs less the engine's, nats."""
 
     @property
     def best_version(self) -> int:

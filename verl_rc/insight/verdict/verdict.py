@@ -8,11 +8,11 @@ from verl_rc.health.cause_table import CAUSES
 from verl_rc.health.statement import Level, Statement
 from verl_rc.insight.run_folder import RunData
 from verl_rc.insight.verdict.correction import judge_correction
-from verl_rc.insight.verdict.diagnosis import with_replays
 from verl_rc.insight.verdict.gap import checked_rules, invisible_causes, judge_gap
 from verl_rc.insight.verdict.gap_series import GAP, K3
 from verl_rc.insight.verdict.invariants import invariant_rows
 from verl_rc.insight.verdict.learning import judge_learning
+from verl_rc.insight.verdict.replays import with_replays
 from verl_rc.insight.verdict.signatures import CauseRow, has_signatures, signature_rows
 from verl_rc.insight.verdict.speed import judge_speed
 
@@ -103,7 +103,7 @@ def judge(run: RunData) -> Verdict:
     else:
         statements = (
             *judge_learning(run),
-            *with_replays(run, judge_gap(run), run.replays),
+            *with_replays(judge_gap(run), run.replays),
             *judge_correction(run),
             *judge_speed(run),
         )

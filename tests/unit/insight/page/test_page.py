@@ -25,7 +25,7 @@ from verl_rc.insight.page.heat_map import heat_map_data
 from verl_rc.insight.page.page import as_script
 from verl_rc.insight.page.tables import alerts_panel, select_samples
 from verl_rc.insight.page.text import escaped, number
-from verl_rc.insight.run_folder import Alert, HeatMap, Part, ReplayedRecord, SavedSample, Series, read_run
+from verl_rc.insight.run_folder import Alert, HeatMap, ReplayedRecord, SavedSample, Series, read_run
 from verl_rc.insight.verdict import judge
 
 CHARTED = {name.replace("*", "1") for _, specs in PANELS.values() for spec in specs for name in spec.names}
@@ -389,16 +389,7 @@ def test_numbers_of_tables(value, text):
 
 def test_replays_stand_beside_the_evidence_and_in_the_verdict(tmp_path):
     folder = write_run(tmp_path / "run", healthy())
-    record = ReplayedRecord(
-        9,
-        8,
-        700,
-        0.25,
-        {"trainer": Part(0.25, 0.97), "rest": Part(0.01, 0.03)},
-        {0: 0.5, 8: 0.01},
-        {"noise": 0.0},
-        "no prompt",
-    )
+    record = ReplayedRecord(9, 8, 700, 0.25, trainer=0.25, share=0.97, versions={0: 0.5, 8: 0.01})
     (folder / "diagnosis.json").write_text(json.dumps({"replayed": [record.as_json()]}))
     run = read_run(folder)
     assert run.replays == [record]
@@ -406,7 +397,6 @@ def test_replays_stand_beside_the_evidence_and_in_the_verdict(tmp_path):
     assert "gap/the trainer scores other inputs or with noise" in verdict.code
     page = build_page([run], [verdict])
     assert "0.25 (97%)" in page
-    assert "They come out with no prompt" in page
 
 
 @pytest.mark.parametrize(

@@ -208,32 +208,6 @@ def test_a_part_of_a_run_shows_nothing_of_its_other_steps(tmp_path):
     assert judge(read_run(folder, 9)).progress == "The run ended after 9 of 9 steps with exit code 1: Ctrl-C."
 
 
-STALE = {"stale_cache": 0.1, "own_cache": 0.9, "stale_version": 0, "cached_tokens": 64}
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"numbers": {"stale_cache": 0.1}},
-        {"numbers": STALE, "versions": {}},
-        {"numbers": {"engine_reproduced": 0.1}, "engine_reproduced_by": "no BOS", "versions": {}},
-        {"operation": "norm"},
-        {"parts": {"rest": {"size": 1.0}}},
-    ],
-)
-def test_replays_that_lack_a_measurement_are_left_out_and_said(tmp_path, damage):
-    """A measurement without those that come with it once ended the report with a KeyError."""
-    folder = write_run(tmp_path, healthy(steps=9))
-    parts = {"rest": {"size": 1.0, "share": 1.0}}
-    whole = {"step": 4, "version": 3, "tokens": 1, "gap": 1.0, "parts": parts, "versions": {3: 0.9}}
-    for replayed, count in ((whole | {"numbers": STALE}, 1), (whole | damage, 0)):
-        (folder / "diagnosis.json").write_text(json.dumps({"replayed": [replayed]}))
-        run = read_run(folder)
-        judge(run)
-        assert len(run.replays) == count
-    assert said(run, "diagnosis.json cannot be read and is left out: ")
-
-
 def test_steps_that_are_not_there_are_refused(tmp_path):
     with pytest.raises(NothingToReadError, match="a step from 20 to 30; it has steps 1 to 9"):
         read_run(write_run(tmp_path, healthy(steps=9)), 20, 30)
