@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from verl_rc.ppo.admission import Admission, NextBatch, OpenGroup, ReplayRule, next_batch
-from verl_rc.ppo.ledger import RunningLedger
+from verl_rc.ppo.group_book import AdmissionRule, GroupBook
+from verl_rc.ppo.replay_order import NextBatch, ReplayRule, next_batch
 
 
 class Turn(NamedTuple):
@@ -128,6 +128,12 @@ class _Group:
     version: int
     lengths: list[int]
     running: int
+    num_sampled: int = 0
+    """The book of this loop counts no tokens."""
+
+    @property
+    def is_accepted(self) -> bool:
+        return self.running == 0
 
 
 class _Engine:
@@ -150,8 +156,8 @@ class _Loop:
         self.cluster, self.mode, self.rng = cluster, mode, random.Random(seed)
         batch = cluster.batch // mode.every
         self.rule = ReplayRule(mode.order, batch, mode.oldest, mode.late)
-        self.admission = Admission(batch, math.ceil(mode.every * (1 + mode.ahead) * batch))
-        self.ledger = RunningLedger()
+        places = math.ceil(mode.every * (1 + mode.ahead) * batch)
+        self.book: GroupBook[_Group] = GroupBook(AdmissionRule(batch, places))
         self.trainers = cluster.devices - round(cluster.devices * 0.5)
         self.engines = [_Engine() for _ in range(round(cluster.devices * 0.5))]
         self.loads = [(0, index) for index in range(len(self.engines))]
@@ -159,7 +165,6 @@ class _Loop:
         self.events: list[tuple[float, int, int]] = []
         self.tools: list[tuple[float, int, float, Turns, _Group]] = []
         """Ends of tools: time, engine, what orders equal ones, the turns that are left, the group."""
-        self.groups: dict[int, _Group] = {}
         self.outcome = Outcome()
         self.sampled, self.dropped = 0, 0.0
         self.ended_since_step = 0
@@ -199,17 +204,18 @@ class _Loop:
                 return index
 
     def admit(self) -> None:
-        count, touched = self.admission.allowance(), set()
-        for number in range(self.admission.admitted, self.admission.admitted + count):
+        touched, groups = set(), []
+        for number in range(self.book.admitted, self.book.admitted + self.book.allowance()):
             samples = self.cluster.draw(self.rng)
             lengths = [sum(turn.tokens for turn in turns) for turns in samples]
-            group = self.groups[number] = _Group(number, self.admission.published, lengths, len(lengths))
+            group = _Group(number, self.book.published, lengths, len(lengths))
+            groups.append(group)
             self.outcome.admitted.append(sum(lengths))
             for turns in samples:
                 index = self.least_loaded()
                 self.engines[index].waiting.append((group, turns))
                 touched.add(index)
-        self.admission, self.ledger = self.admission.admit(count), self.ledger.admit(count)
+        self.book.admit(groups)
         for index in touched:
             self.advance(index, self.now)
             self.fill(index)
@@ -248,15 +254,11 @@ class _Loop:
             return index
         group.running -= 1
         if group.running == 0:
-            self.admission = self.admission.keep([group.number])
             self.ended_since_step += 1
         return index
 
     def decide(self) -> NextBatch:
-        open_groups = [
-            OpenGroup(group.number, group.version, group.running == 0) for group in self.groups.values()
-        ]
-        return next_batch(open_groups, self.trained + 1, self.rule)
+        return next_batch(self.book.open.values(), self.trained + 1, self.rule)
 
     def drop(self, numbers: tuple[int, ...]) -> None:
         gone = set(numbers)
@@ -270,10 +272,8 @@ class _Loop:
             heapq.heappush(self.loads, (engine.load, index))
         self.tools = [tool for tool in self.tools if tool[-1].number not in gone]
         heapq.heapify(self.tools)
-        for number in numbers:
-            group = self.groups.pop(number)
+        for group in self.book.end("stale", numbers):
             self.dropped += 0 if group.running else sum(group.lengths)
-        self.admission, self.ledger = self.admission.drop(numbers), self.ledger.end("stale", numbers)
         self.admit()
 
     def take(self) -> list[_Group]:
@@ -287,8 +287,7 @@ class _Loop:
             while self.ended_since_step == ended:
                 assert self.next_event(math.inf), "nothing is in flight, and there is no batch"
             decision = self.decide()
-        self.ledger = self.ledger.end("trained", decision.numbers)
-        return [self.groups.pop(number) for number in decision.numbers]
+        return self.book.end("trained", decision.numbers)
 
     def step(self) -> list[_Group]:
         cluster, every = self.cluster, self.mode.every
@@ -306,7 +305,7 @@ class _Loop:
         if self.trained % every == 0:
             self.publish()
         self.admit()
-        self.ledger = self.ledger.close_step(0, {}, dict.fromkeys(self.groups, 0))
+        self.book.close_step(0, {})
         self.outcome.ages += ages
         return batch
 
@@ -322,7 +321,7 @@ class _Loop:
             self.plan(index)
         if not self.mode.partial:
             self.now += cluster.sync_seconds
-        self.admission = self.admission.publish(self.trained)
+        self.book.publish(self.trained)
 
 
 def run_loop(
@@ -334,20 +333,20 @@ def run_loop(
     seed: int = 0,
     ends: bool = False,
 ) -> Outcome:
-    """Train for so many publications; the ledger is checked at every step.
+    """Train for so many publications; the book is checked at every step.
 
     ``ends``: the number of steps is known, so that nothing is admitted that would not be trained on.
     """
     loop = _Loop(cluster, mode, seed)
     if ends:
-        loop.admission = replace(loop.admission, total=publications * mode.every * loop.rule.batch)
+        loop.book.rule = replace(loop.book.rule, total=publications * mode.every * loop.rule.batch)
     loop.admit()
     marks, tokens = [], []
     for _ in range(publications * mode.every):
         tokens.append(sum(sum(group.lengths) for group in loop.step()))
         marks.append((loop.now, loop.dropped, loop.sampled))
     if ends:
-        loop.ledger.close_run()
+        loop.book.close_run()
     first, last, outcome = marks[warm_up * mode.every - 1], marks[-1], loop.outcome
     steps = (publications - warm_up) * mode.every
     outcome.ages = outcome.ages[-steps * loop.rule.batch :]

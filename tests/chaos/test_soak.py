@@ -24,7 +24,6 @@ from real_runs import left_over_processes, marked_environment, marked_memory, me
 from small_runs import ROOT
 
 from verl_rc.checkpoint import CheckpointStore, SavedRun
-from verl_rc.ppo.admission import NumberRanges
 
 pytestmark = pytest.mark.chaos
 MINUTES = float(os.environ.get("SOAK_MINUTES", "6"))
@@ -145,12 +144,10 @@ def test_faults_lose_nothing_and_memory_stays_flat(sums: Path, tmp_path: Path) -
         for path in CheckpointStore(folder, None).newest_first()
         if path.name == f"global_step_{steps[-1]}"
     ]
-    ledger = SavedRun.load(checkpoint).state.supply.ledger
-    ended = [number for ranges in ledger.ended.values() for number in NumberRanges(ranges)]
-    waiting = [group["number"] for group in SavedRun.load(checkpoint).state.supply.groups["groups"]]
-    assert sorted([*ended, *waiting]) == list(range(ledger.admitted)), "every number once"
-    trained = len(NumberRanges(ledger.ended["trained"]))
-    assert trained == steps[-1] * 32
+    supply = SavedRun.load(checkpoint).state.supply
+    ended = sum(totals.groups for totals in supply.book.ended.values())
+    assert ended + supply.num_groups == supply.book.admitted, "every number once"
+    assert supply.book.ended["trained"].groups == steps[-1] * 32
 
     half = [size for minutes, size in memory if memory[-1][0] / 3 < minutes < 2 * memory[-1][0] / 3]
     late = [size for minutes, size in memory if minutes > 2 * memory[-1][0] / 3]

@@ -1,7 +1,6 @@
 """Checkpoints of a run: complete ones only, which any number of ranks can resume exactly."""
 
 from verl_rc.checkpoint.run_state import (
-    LengthTotals,
     RunState,
     SavedRun,
     SupplyState,
@@ -25,7 +24,6 @@ __all__ = [
     "BackgroundWriter",
     "CheckpointError",
     "CheckpointStore",
-    "LengthTotals",
     "ResumeMode",
     "RunState",
     "SavedRun",

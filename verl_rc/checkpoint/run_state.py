@@ -16,22 +16,9 @@ from verl_rc.checkpoint.store import CheckpointError
 from verl_rc.config.schema import value_at
 from verl_rc.health.guards import FailedGroups, RewardHistory
 from verl_rc.health.ranges import HealthHistory
-from verl_rc.ppo.admission import AdmissionState
 from verl_rc.ppo.control import ControlState
-from verl_rc.ppo.ledger import LedgerState
+from verl_rc.ppo.group_book import BookState
 from verl_rc.ppo.step_time import WaitTotals
-
-
-@dataclass(frozen=True)
-class LengthTotals:
-    """Sampled tokens and groups, for their mean length."""
-
-    tokens: int = 0
-    groups: int = 0
-
-    def add(self, tokens: int, groups: int) -> "LengthTotals":
-        """Return the totals with further tokens and groups."""
-        return LengthTotals(self.tokens + tokens, self.groups + groups)
 
 
 @dataclass(frozen=True)
@@ -40,12 +27,7 @@ class SupplyState:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    admission: AdmissionState
-    ledger: LedgerState
-    trained: LengthTotals = field(default_factory=LengthTotals)
-    """Totals of the groups that were trained on."""
-    dropped: LengthTotals = field(default_factory=LengthTotals)
-    """Totals of the groups that were dropped for their age, as far as they were sampled."""
+    book: BookState
     failed: FailedGroups = field(default_factory=FailedGroups)
     drawn: tuple[tuple[int, int], ...] = ()
     """Epoch and row index of the prompts that were drawn and not admitted yet."""
@@ -65,7 +47,7 @@ class SupplyState:
         return len(self.groups.get("groups", ()))
 
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 """Format of the run state, increased when its fields or their meaning change; no other format is read."""
 RUN_STATE_FILE = "run_state.json"
 LOADER_FILE = "data.pt"

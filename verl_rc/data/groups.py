@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +18,6 @@ from verl_rc.data.dataset import PromptRow
 from verl_rc.data.episode import Opening, Reply
 from verl_rc.data.parts import Answer, Part, Sample, num_sampled
 from verl_rc.data.ragged_column import RaggedColumn
-
-Fate = Literal["kept", "trained", "filtered", "failed", "stale", "surplus"]
 
 
 @dataclass
@@ -104,10 +102,12 @@ class Group:
     """``rollout.n`` of them, in the order of their index; with ``remax`` a greedy one comes last."""
     scores: Scores | None = None
     """Scores of its samples. None until all have ended and are scored."""
-    fate: Fate | None = None
-    """``kept``: it will be trained on. None means undecided."""
+    is_accepted: bool = False
+    """Whether it is whole, scored and to be trained on."""
     attempt: int = 0
     """Number of restarts after a sample had failed: part of the seeds of its samples."""
+    submitted_at: float | None = None
+    """When this process submitted its requests, ``time.monotonic`` seconds. None before that."""
 
     @property
     def is_whole(self) -> bool:
@@ -125,15 +125,17 @@ class Group:
         """Tokens that the policy sampled so far."""
         return sum(sample.num_sampled for sample in self.samples)
 
-    def scored(self, scores: Scores, fate: Fate) -> "Group":
-        """Return the group with its scores, decided. Raises ``ValueError`` unless it is whole and has a score
-        for each sample."""
+    def scored(self, scores: Scores, *, accepted: bool) -> "Group":
+        """Return the group with its scores, and whether it is to be trained on.
+
+        Raises ``ValueError`` unless it is whole and has a score for each sample.
+        """
         if not self.is_whole or len(scores.values) != len(self.samples):
             raise ValueError(
                 f"group {self.number} must be whole and get a score for each of its {len(self.samples)} "
                 f"samples, got {len(scores.values)}."
             )
-        return replace(self, scores=scores, fate=fate)
+        return replace(self, scores=scores, is_accepted=accepted)
 
     def opened(self, row: PromptRow) -> "Group":
         """Return the group, not begun, with the prompt that its environment opens with."""
@@ -220,7 +222,6 @@ def _plain_group(group: Group) -> dict[str, Any]:
         "admitted_for_step": group.admitted_for_step,
         "admitted_at": group.admitted_at,
         "attempt": group.attempt,
-        "fate": group.fate,
         "samples": [_plain_sample(sample) for sample in group.samples],
         "scores": None if scores is None else scores.values.tolist(),
         "texts": [] if scores is None else scores.texts,
@@ -279,7 +280,8 @@ def _group(plain: dict[str, Any], row: PromptRow, turn: Callable[..., Part | Ans
     if plain["scores"] is None:
         return group
     values = torch.tensor(plain["scores"], dtype=torch.float32)
-    return group.scored(Scores(values, plain["texts"], plain["extras"]), plain["fate"])
+    # A group that is scored and not accepted has ended.
+    return group.scored(Scores(values, plain["texts"], plain["extras"]), accepted=True)
 
 
 def _reply(plain: dict[str, Any]) -> Reply:

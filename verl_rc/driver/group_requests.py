@@ -1,6 +1,5 @@
 """The requests of groups to the engines, and the samples that they return."""
 
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -33,16 +32,10 @@ class GroupRequests:
         self._num_sampled = num_sampled
         self._seed = seed
         self._converses = converses
-        self._submitted_at: dict[int, float] = {}
-        """When each group with running requests was submitted, ``time.monotonic`` seconds."""
 
     def __bool__(self) -> bool:
         """Whether requests are running."""
         return bool(self._engines.submitted())
-
-    def has_group(self, number: int) -> bool:
-        """Whether a group was submitted and is not complete yet."""
-        return number in self._submitted_at
 
     def requests_of(self, numbers: Collection[int]) -> list[Request]:
         """The requests of these groups."""
@@ -73,7 +66,6 @@ class GroupRequests:
             if requests:
                 owners = [sample for _, sample in samples]
                 self._engines.submit(requests, options, owners=owners, evenly=evenly)
-        self._submitted_at |= dict.fromkeys((group.number for group in groups), time.monotonic())
 
     def _episode(self, group: Group, sample: GroupSample) -> Episode:
         key = group.number, sample.index, group.attempt
@@ -90,17 +82,8 @@ class GroupRequests:
             num_tokens += request.owner.num_sampled - num_known
         return num_tokens
 
-    def pop_elapsed_seconds(self, group: int) -> float:
-        """Forget a complete group; returns the seconds since it was submitted."""
-        return time.monotonic() - self._submitted_at.pop(group)
-
-    def late_groups(self, limit: float) -> list[int]:
-        """Groups that were submitted more than ``limit`` seconds ago."""
-        return [number for number, began in self._submitted_at.items() if time.monotonic() - began > limit]
-
     def cancel(self, group: int) -> None:
         """Cancel the running requests of a group."""
-        self._submitted_at.pop(group, None)
         requests = self.requests_of([group])
         if requests:
             self._engines.cancel(requests)

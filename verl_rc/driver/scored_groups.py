@@ -120,14 +120,13 @@ def _environment_columns(episodes: Sequence[Replies]) -> dict[str, list[object]]
 
 
 def score_groups(services: Services, groups: Sequence[Group]) -> list[Group | RewardError]:
-    """Score whole groups: each with its scores, ``kept`` or ``filtered``, or why one of its samples has no
-    score."""
+    """Score whole groups: each with its scores, accepted or not, or why one of its samples has no score."""
     options = services.config.algorithm.filter_groups
     count = services.config.actor_rollout_ref.rollout.n
     return [
         scores
         if isinstance(scores, RewardError)
-        else group.scored(scores, "kept" if _is_informative(scores, count, options) else "filtered")
+        else group.scored(scores, accepted=_is_informative(scores, count, options))
         for group, scores in zip(groups, _scores_of_groups(services, groups), strict=True)
     ]
 

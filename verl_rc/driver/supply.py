@@ -3,7 +3,7 @@
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from typing import Literal
+from dataclasses import replace
 
 from verl_rc.checkpoint import RunState, SupplyState
 from verl_rc.cluster.engine_group import EnginesLostError
@@ -27,9 +27,10 @@ from verl_rc.driver.supply_progress import (
     require_samples,
 )
 from verl_rc.driver.weights import Publisher, pause_metrics
-from verl_rc.ppo.admission import Admission, OpenGroup, ReplayRule, next_batch
 from verl_rc.ppo.ahead import advice
 from verl_rc.ppo.batch_metrics import version_metrics
+from verl_rc.ppo.group_book import AdmissionRule, Fate
+from verl_rc.ppo.replay_order import ReplayRule, next_batch
 from verl_rc.rewards import RewardError
 from verl_rc.rollout.environment import EpisodeFailedError
 from verl_rc.rollout.sampling import SamplingOptions
@@ -66,25 +67,23 @@ class Supply:
         self._state = state
         self._publisher = publisher
         self._options = options
-        admission = Admission(
+        rule = AdmissionRule(
             batch,
             options.groups_in_memory(batch),
             services.total_steps * batch,
             config.data.gen_batch_size if self._draws_batches else None,
         )
-        self._progress = SupplyProgress.resumed(admission, services.prompts, state.supply)
-        require_samples(self._progress.groups.values(), self._samples_of_group)
-        require_room(
-            self._progress.groups.values(),
-            config.data.max_response_length,
-            config.actor_rollout_ref.rollout.converses,
-        )
+        self._progress = SupplyProgress.resumed(rule, services.prompts, state.supply)
+        self._book = self._progress.book
+        groups = self._book.open.values()
+        require_samples(groups, self._samples_of_group)
+        require_room(groups, config.data.max_response_length, config.actor_rollout_ref.rollout.converses)
         # ``train.start`` published it, before anything is admitted.
-        self._progress.admission = self._progress.admission.publish(state.step)
+        self._book.publish(state.step)
         strategy = options.max_off_policy_strategy
         oldest = options.oldest
         if strategy == "wait":
-            oldest = max([oldest, *ages_to_come(self._progress.groups.values(), state.step, batch)])
+            oldest = max([oldest, *ages_to_come(groups, state.step, batch)])
         if oldest > options.oldest:
             log(
                 "groups of the checkpoint are trained on first, up to %d steps old, the bound is %d",
@@ -105,7 +104,7 @@ class Supply:
         self._canaries: list[list[Request]] = []
         """Requests for canary tokens that were published with the current version and not judged yet, by
         engine."""
-        self._totals = StepTotals()
+        self._totals = StepTotals(dict(self._book.ended))
         self._step_began = self._arrived_at = time.perf_counter()
         """When the step began, and when its last samples arrived."""
 
@@ -129,48 +128,44 @@ class Supply:
     def _admit(self) -> None:
         """Draw as many prompts as the engines' version of the weights admits, and hand them over to be
         sampled."""
-        progress = self._progress
+        book = self._book
         # Openings that fail free places.
-        while count := progress.admission.allowance():
-            numbers = range(progress.admission.admitted, progress.admission.admitted + count)
+        while count := book.allowance():
+            numbers = range(book.admitted, book.admitted + count)
             admitted = [self._new_group(number, *self._next_prompt()) for number in numbers]
-            progress.admission = progress.admission.admit(count)
-            progress.ledger = progress.ledger.admit(count)
+            book.admit(admitted)
             self._totals.draws += 1
             self._open(admitted)
-        self._requests.submit(
-            [
-                group
-                for number, group in progress.groups.items()
-                if not (group.is_whole or self._requests.has_group(number))
-            ],
-            evenly=self._options.is_synchronous,
+        self._submit(
+            [group for group in book.open.values() if not group.is_whole and group.submitted_at is None]
         )
-        if self._stepping_version != progress.admission.published:
+        if self._stepping_version != book.published:
             self._services.engines.begin_steps()
-            self._stepping_version = progress.admission.published
+            self._stepping_version = book.published
+
+    def _submit(self, groups: Sequence[Group]) -> None:
+        self._requests.submit(groups, evenly=self._options.is_synchronous)
+        for group in groups:
+            self._book.update(replace(group, submitted_at=time.monotonic()))
 
     def take(self, record: StepRecord) -> Samples:
         """The next step's groups, waited for. Raises ``RuntimeError`` when one is older than the rule
         allows."""
         step = self._state.step + 1
-        progress = self._progress
         self._step_began = time.perf_counter()
         with record.stage("admit"):
             self._admit()
         if self._services.config.actor_rollout_ref.hybrid_engine:
             self._drain_engines(step, record)
-        groups = [progress.groups.pop(number) for number in self._next_batch(step, record)]
-        progress.ledger = progress.ledger.end("trained", [group.number for group in groups])
+        groups = self._book.end("trained", self._next_batch(step, record))
         if self._draws_batches:
-            self._remove(list(progress.groups.values()), "surplus")
+            self._remove("surplus", list(self._book.open))
         if self._canaries:  # the trainer still holds the weights of their publication
             self._publisher.collect_canary(self._canaries, record)
             self._canaries = []
         samples = join_groups(self._services, groups)
         ages = [step - 1 - group.version for group in groups]
         require_ages(ages, groups, self._rule.oldest)
-        progress.trained = progress.trained.add(sum(group.num_sampled for group in groups), len(groups))
         record_batch_of_groups(self._services.config, samples, groups, record)
         record.add({"training/epoch": max(group.epoch for group in groups)})
         if not self._options.is_synchronous:
@@ -195,7 +190,7 @@ class Supply:
             self._publisher.publish(step, record, canary="never" if defers_canary else "if due")
             if defers_canary and self._publisher.canary_is_due(step):
                 self._canaries = self._publisher.submit_canary()
-        self._progress.admission = self._progress.admission.publish(step)
+        self._book.publish(step)
         if self._options.cuts:
             self._store_parts(record, version=step)
 
@@ -216,29 +211,23 @@ class Supply:
 
         Raises ``LedgerError`` when a group or a token is unaccounted for.
         """
-        progress = self._progress
+        book = self._book
         totals = self._totals
         step = self._state.step + 1
-        self._totals = StepTotals()
+        self._totals = StepTotals(dict(book.ended))
+        ended = totals.ended(book)
         for fate in ("filtered", "surplus"):
-            record.ledger.add_sampled(totals.tokens[fate], prompts=totals.groups[fate])
-            record.ledger.book({fate: totals.tokens[fate]})
-            record.ledger.book_prompts({fate: totals.groups[fate]})
-        accounts = {
-            **record.ledger.accounts,
-            "failed": totals.tokens["failed"],
-            "stale": totals.tokens["stale"],
-        }
-        open_tokens = {number: group.num_sampled for number, group in progress.groups.items()}
-        progress.ledger = progress.ledger.close_step(totals.arrived, accounts, open_tokens)
-        if (
-            step == self._services.total_steps
-            and progress.admission.admitted == progress.admission.replaced + (progress.admission.total or 0)
-        ):
-            progress.ledger.close_run()
+            record.ledger.add_sampled(ended[fate].tokens, prompts=ended[fate].groups)
+            record.ledger.book({fate: ended[fate].tokens})
+            record.ledger.book_prompts({fate: ended[fate].groups})
+        failed = totals.failed_attempt_tokens + ended["failed"].tokens
+        accounts = {**record.ledger.accounts, "failed": failed, "stale": ended["stale"].tokens}
+        book.close_step(totals.arrived, accounts)
+        if step == self._services.total_steps and book.admitted == book.replaced + (book.rule.total or 0):
+            book.close_run()
         if self._services.config.algorithm.filter_groups.enable:
             samples = self._services.config.actor_rollout_ref.rollout.n
-            record.add(totals.filter_metrics(samples, in_draws=self._draws_batches))
+            record.add(totals.filter_metrics(ended, samples, in_draws=self._draws_batches))
         rollout, openings = self._services.config.actor_rollout_ref.rollout, self._services.openings
         if rollout.converses:
             record.add({"env/failures": float(totals.environment_failures)})
@@ -248,14 +237,15 @@ class Supply:
             seconds = self._arrived_at - self._step_began
             record.add({"perf/rollout_tokens_per_second": totals.arrived / seconds})
         else:
+            record.add(totals.lead_metrics(ended))
             self._record_lead(totals, record, step)
-        return progress.state()
+        return self._progress.state()
 
     def _record_lead(self, totals: StepTotals, record: StepRecord, step: int) -> None:
         """Report what is open and what was waited for in a run that samples ahead."""
         progress = self._progress
         record.wait_stage = "gen"
-        record.add({**progress.open_metrics(), **totals.metrics()})
+        record.add(progress.open_metrics())
         self._alert_about_lengths(step)
         elapsed = time.perf_counter() - self._step_began
         progress.waits = progress.waits.with_step(
@@ -273,7 +263,7 @@ class Supply:
         return self._progress.drawn.popleft()
 
     def _new_group(self, number: int, epoch: int, row: PromptRow, attempt: int = 0) -> Group:
-        version = self._progress.admission.published
+        version = self._book.published
         samples = [
             GroupSample(number, index, row.prompt_token_ids, Sample(index))
             for index in range(self._samples_of_group)
@@ -282,9 +272,8 @@ class Supply:
         return Group(number, row, epoch, step, version, samples, attempt=attempt)
 
     def _open(self, groups: Sequence[Group]) -> None:
-        """Add groups, with the prompts that their environments open with; those that do not open fail."""
-        openings, opened = self._services.openings, self._progress.groups
-        opened |= {group.number: group for group in groups}
+        """Give open groups the prompts that their environments open with; those that do not open fail."""
+        openings = self._services.openings
         if openings is None:
             return
         seed = self._services.config.trainer.seed
@@ -293,26 +282,22 @@ class Supply:
             if isinstance(row, EpisodeFailedError):
                 self._fail(group, row)
             else:
-                opened[group.number] = group.opened(row)
+                self._book.update(group.opened(row))
 
     # groups on their way back
 
     def _next_batch(self, step: int, record: StepRecord) -> tuple[int, ...]:
         """The numbers of the groups that ``step`` trains on, waited for."""
         while True:
-            open_groups = [
-                OpenGroup(group.number, group.version, group.fate == "kept")
-                for group in self._progress.groups.values()
-            ]
-            decision = next_batch(open_groups, step, self._rule)
+            decision = next_batch(self._book.open.values(), step, self._rule)
             if decision.dropped:
-                self._remove([self._progress.groups[number] for number in decision.dropped], "stale")
+                self._remove("stale", decision.dropped)
                 self._admit()
             if decision.numbers:
                 self._progress.filtered_since_batch = 0
                 return decision.numbers
             self._require_pending(step)
-            is_enough = self._progress.num_kept >= self._rule.batch
+            is_enough = self._book.num_accepted >= self._rule.batch
             began = time.perf_counter()
             self._receive(record, self._state.step, decision.awaited)
             self._totals.waited_for_oldest += time.perf_counter() - began if is_enough else 0.0
@@ -321,18 +306,19 @@ class Supply:
         """Raise unless open requests can still complete a batch for ``step``."""
         filters, data = self._services.config.algorithm.filter_groups, self._services.config.data
         batch = self._rule.batch
-        num_kept = self._progress.num_kept
-        num_sampled = self._progress.filtered_since_batch + num_kept
-        if 0 < filters.max_num_gen_batches * data.gen_batch_size <= num_sampled and num_kept < batch:
+        num_accepted = self._book.num_accepted
+        num_sampled = self._progress.filtered_since_batch + num_accepted
+        if 0 < filters.max_num_gen_batches * data.gen_batch_size <= num_sampled and num_accepted < batch:
             raise ValueError(
                 f"step {step} needs data.train_batch_size={batch} prompts whose samples differ in "
                 f"{filters.metric}, but algorithm.filter_groups.max_num_gen_batches="
-                f"{filters.max_num_gen_batches} batches of {data.gen_batch_size} prompts gave {num_kept}. "
+                f"{filters.max_num_gen_batches} batches of {data.gen_batch_size} prompts gave "
+                f"{num_accepted}. "
                 "The prompts may be too easy or too hard; raise the limit (0: none), or data.gen_batch_size."
             )
         if not self._requests:
             raise RuntimeError(
-                f"step {step} needs {batch} groups, but only {len(self._progress.groups)} are admitted, and "
+                f"step {step} needs {batch} groups, but only {len(self._book.open)} are admitted, and "
                 "all of them have ended."
             )
 
@@ -381,7 +367,7 @@ class Supply:
 
     def _refill(self) -> None:
         self._fail_late_groups()
-        if self._progress.admission.allowance():
+        if self._book.allowance():
             self._admit()
 
     def _store_parts(self, record: StepRecord, version: int) -> None:
@@ -411,66 +397,48 @@ class Supply:
                 )
         self._arrived_at = time.perf_counter()
         for number, why in failures.items():
-            self._fail(self._progress.groups[number], EpisodeFailedError(why))
+            self._fail(self._book.open[number], EpisodeFailedError(why))
         numbers = {request.owner.number for request in ended}
-        return [
-            group for number, group in self._progress.groups.items() if number in numbers and group.is_whole
-        ]
+        return [group for number, group in self._book.open.items() if number in numbers and group.is_whole]
 
     def _decide(self, groups: Sequence[Group]) -> None:
-        """Score whole groups, and keep them for a batch, filter them, or let them fail."""
+        """Score whole groups: each is accepted for a batch, is filtered, or fails."""
         if not groups:
             return
-        progress = self._progress
         totals = self._totals
-        filtered = list[Group]()
+        filtered = list[int]()
         for group, outcome in zip(groups, score_groups(self._services, groups), strict=True):
-            totals.longest_group = max(totals.longest_group, self._requests.pop_elapsed_seconds(group.number))
+            assert group.submitted_at is not None
+            totals.longest_group = max(totals.longest_group, time.monotonic() - group.submitted_at)
             if isinstance(outcome, RewardError):
                 self._fail(group, outcome)
                 continue
             assert outcome.scores is not None
             count = self._services.config.actor_rollout_ref.rollout.n
             totals.scores.append(float(outcome.scores.values[:count].double().mean()))
-            progress.groups[group.number] = outcome
-            if outcome.fate == "filtered":
-                filtered.append(outcome)
+            self._book.update(outcome)
+            if outcome.is_accepted:
+                totals.accepted += 1
             else:
-                progress.admission = progress.admission.keep([group.number])
-                totals.groups["kept"] += 1
-        progress.filtered_since_batch += len(filtered)
-        self._remove(filtered, "filtered")
+                filtered.append(group.number)
+        self._progress.filtered_since_batch += len(filtered)
+        self._remove("filtered", filtered)
 
-    def _remove(
-        self, groups: Sequence[Group], fate: Literal["filtered", "failed", "stale", "surplus"]
-    ) -> None:
+    def _remove(self, fate: Fate, numbers: Collection[int]) -> None:
         """Remove groups that will not be trained on; each frees a place."""
-        if not groups:
-            return
-        progress = self._progress
-        numbers = [group.number for group in groups]
-        tokens = sum(group.num_sampled for group in groups)
-        progress.ledger = progress.ledger.end(fate, numbers)
-        if fate in ("stale", "surplus"):  # these may have been decided
-            progress.admission = progress.admission.drop(numbers)
-        else:
-            progress.admission = progress.admission.free(numbers)
-        if fate == "stale":
-            progress.dropped = progress.dropped.add(tokens, len(groups))
-        self._totals.tokens[fate] += tokens
-        self._totals.groups[fate] += len(groups)
-        for number in numbers:
-            self._requests.cancel(number)
-            del progress.groups[number]
+        for group in self._book.end(fate, numbers):
+            self._requests.cancel(group.number)
 
     def _fail_late_groups(self) -> None:
         limit = self._options.group_timeout_seconds
         if limit is None:
             return
-        for number in self._requests.late_groups(limit):
+        now = time.monotonic()
+        for group in list(self._book.open.values()):
+            if group.submitted_at is None or group.is_accepted or now - group.submitted_at <= limit:
+                continue
             key = f"async_training.group_timeout_seconds={limit:g}"
-            late = TimeoutError(f"group {number} must end within {key}, but it did not.")
-            self._fail(self._progress.groups[number], late)
+            self._fail(group, TimeoutError(f"group {group.number} must end within {key}, but it did not."))
 
     def _fail(self, group: Group, error: Exception) -> None:
         """Sample a group once more, under its number and with other seeds; one that fails again is
@@ -478,7 +446,6 @@ class Supply:
 
         A synchronous run ends with the first failure of a reward.
         """
-        progress = self._progress
         if isinstance(error, EpisodeFailedError):
             self._totals.environment_failures += 1
         elif self._options.is_synchronous:
@@ -486,15 +453,17 @@ class Supply:
         if group.attempt == 0:
             log("group %d failed and is sampled once more: %s", group.number, error)
             self._requests.cancel(group.number)
-            self._totals.tokens["failed"] += group.num_sampled
-            self._open([self._new_group(group.number, group.epoch, group.row, attempt=1)])
-            if group.number in progress.groups:
-                self._requests.submit([progress.groups[group.number]], evenly=self._options.is_synchronous)
+            self._totals.failed_attempt_tokens += group.num_sampled
+            again = self._new_group(group.number, group.epoch, group.row, attempt=1)
+            self._book.update(again)
+            self._open([again])
+            if group.number in self._book.open:
+                self._submit([self._book.open[group.number]])
             return
         log("group %d failed again and is replaced: %s", group.number, error)
-        num_decided = len(progress.admission.decided)
-        self._remove([group], "failed")
-        progress.failed = progress.failed.with_failure(num_decided, str(error))
+        num_decided = self._book.num_decided
+        self._remove("failed", [group.number])
+        self._progress.failed = self._progress.failed.with_failure(num_decided, str(error))
 
     # what a step reports
 

@@ -1,63 +1,53 @@
 """The progress of the supply, which a checkpoint holds, its totals in one step, and the metrics of both."""
 
 import math
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from verl_rc.checkpoint import LengthTotals, SupplyState
+from verl_rc.checkpoint import SupplyState
 from verl_rc.config.errors import ConfigError
 from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.dataset import PromptRow, PromptStream
 from verl_rc.data.groups import Group, pack, unpack
 from verl_rc.data.parts import num_tokens
 from verl_rc.health.guards import FailedGroups
-from verl_rc.ppo.admission import Admission
-from verl_rc.ppo.ledger import RunningLedger
+from verl_rc.ppo.group_book import AdmissionRule, GroupBook, Totals
 from verl_rc.ppo.step_time import WaitTotals
 
 
 @dataclass
 class SupplyProgress:
-    """The groups of a run and what became of earlier ones. Groups are mutable while they are sampled."""
+    """The groups of a run, and what else a resumed supply goes on from. Samples are mutable while they
+    grow."""
 
-    admission: Admission
-    ledger: RunningLedger
-    trained: LengthTotals = field(default_factory=LengthTotals)
-    dropped: LengthTotals = field(default_factory=LengthTotals)
+    book: GroupBook[Group]
     failed: FailedGroups = field(default_factory=FailedGroups)
     drawn: deque[tuple[int, PromptRow]] = field(default_factory=deque)
     """Epoch and row of prompts that were drawn with others and not admitted yet."""
-    groups: dict[int, Group] = field(default_factory=dict)
-    """Open groups by number, ascending."""
     filtered_since_batch: int = 0
     waits: WaitTotals = field(default_factory=WaitTotals)
     is_length_alert_sent: bool = False
 
     @classmethod
     def resumed(
-        cls, admission: Admission, prompts: PromptStream, saved: SupplyState | None
+        cls, rule: AdmissionRule, prompts: PromptStream, saved: SupplyState | None
     ) -> "SupplyProgress":
         """Return the progress of a ``saved`` supply, or that of a new run (None).
 
         Raises ``ConfigError`` when the data lack a prompt of the checkpoint.
         """
         if saved is None:
-            return cls(admission, RunningLedger())
+            return cls(GroupBook(rule))
         try:
-            groups = {group.number: group for group in unpack(saved.groups, prompts.row)}
+            groups = unpack(saved.groups, prompts.row)
             drawn = deque((epoch, prompts.row(index)) for epoch, index in saved.drawn)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        ledger = RunningLedger.from_state(saved.ledger)
         return cls(
-            admission.resumed(saved.admission),
-            ledger,
-            saved.trained,
-            saved.dropped,
+            GroupBook(rule, saved.book, groups),
             saved.failed,
             drawn,
-            groups,
             saved.filtered_since_batch,
             saved.waits,
             saved.is_length_alert_sent,
@@ -66,38 +56,28 @@ class SupplyProgress:
     def state(self) -> SupplyState:
         """The part that a checkpoint holds."""
         return SupplyState(
-            self.admission.state(),
-            self.ledger.state(),
-            self.trained,
-            self.dropped,
+            self.book.state(),
             self.failed,
             tuple((epoch, row.row_index) for epoch, row in self.drawn),
-            pack(list(self.groups.values())),
+            pack(list(self.book.open.values())),
             self.filtered_since_batch,
             self.waits,
             self.is_length_alert_sent,
         )
 
     @property
-    def num_kept(self) -> int:
-        """Groups that wait to be trained on."""
-        return sum(group.fate == "kept" for group in self.groups.values())
-
-    @property
     def length_ratio(self) -> float:
         """Mean tokens of a trained group over those of a sampled one, over the run so far."""
-        waiting = [group.num_sampled for group in self.groups.values() if group.is_whole]
-        sampled = LengthTotals(
-            self.trained.tokens + self.dropped.tokens, self.trained.groups + self.dropped.groups
-        )
-        sampled = sampled.add(sum(waiting), len(waiting))
-        return (self.trained.tokens / self.trained.groups) / (sampled.tokens / sampled.groups)
+        trained = self.book.ended["trained"]
+        waiting = [group for group in self.book.open.values() if group.is_whole]
+        sampled = trained.plus(self.book.ended["stale"]).plus(Totals.from_groups(waiting))
+        return (trained.tokens / trained.groups) / (sampled.tokens / sampled.groups)
 
     def open_metrics(self) -> dict[str, float]:
         """Metrics of the groups that are open when a step ends."""
-        whole = sum(group.is_whole for group in self.groups.values())
+        whole = sum(group.is_whole for group in self.book.open.values())
         return {
-            "async/in_flight_groups": float(len(self.groups) - whole),
+            "async/in_flight_groups": float(len(self.book.open) - whole),
             "async/whole_waiting_groups": float(whole),
             "async/length_ratio": self.length_ratio,
         }
@@ -112,16 +92,18 @@ def ages_to_come(groups: Iterable[Group], trained: int, batch: int) -> list[int]
 class StepTotals:
     """Totals since the last step was closed."""
 
+    ended_before: Mapping[str, Totals]
+    """Groups of the book that had ended then, by fate."""
     arrived: int = 0
     """Tokens that came from the engines."""
-    tokens: Counter[str] = field(default_factory=Counter)
-    """Tokens of groups that left the run untrained, by fate."""
-    groups: Counter[str] = field(default_factory=Counter)
-    """Groups that were decided, by fate."""
+    accepted: int = 0
+    """Groups that were accepted for a batch."""
+    failed_attempt_tokens: int = 0
+    """Tokens of groups that failed and are sampled once more."""
     environment_failures: int = 0
     """Attempts at a group in which an environment failed."""
     scores: list[float] = field(default_factory=list)
-    """Mean scores of groups that were kept or filtered."""
+    """Mean scores of groups that were accepted or filtered."""
     longest_group: float = 0.0
     """Seconds from a group's submission until it was whole, the longest."""
     draws: int = 0
@@ -129,26 +111,33 @@ class StepTotals:
     waited_for_oldest: float = 0.0
     """Seconds in which there were groups enough for a batch, and older ones were waited for."""
 
-    def metrics(self) -> dict[str, float]:
+    def ended(self, book: GroupBook[Group]) -> dict[str, Totals]:
+        """Groups that have ended since then, by fate."""
+        return {fate: totals.minus(self.ended_before[fate]) for fate, totals in book.ended.items()}
+
+    def lead_metrics(self, ended: Mapping[str, Totals]) -> dict[str, float]:
         """Groups that failed, tokens that were dropped, and the wait for older groups."""
         return {
-            "async/failed_groups": float(self.groups["failed"]),
-            "async/dropped_tokens": float(self.tokens["stale"]),
+            "async/failed_groups": float(ended["failed"].groups),
+            "async/dropped_tokens": float(ended["stale"].tokens),
             "async/wait_for_oldest_s": self.waited_for_oldest,
         }
 
-    def filter_metrics(self, samples: int, *, in_draws: bool) -> dict[str, float]:
+    def filter_metrics(
+        self, ended: Mapping[str, Totals], samples: int, *, in_draws: bool
+    ) -> dict[str, float]:
         """Dynamic sampling with ``samples`` a group: the groups that were decided in the step, and how many
         draws that took where they come ``in_draws``."""
-        kept, filtered = self.groups["kept"], self.groups["filtered"]
+        filtered = ended["filtered"].groups
+        decided = self.accepted + filtered
         metrics = {"training/filter_groups/evicted_samples": float(filtered * samples)}
         if in_draws:
-            surplus = self.groups["surplus"] * samples
+            surplus = ended["surplus"].groups * samples
             metrics["training/filter_groups/gen_batches"] = float(self.draws)
             metrics["training/filter_groups/discarded_surplus_samples"] = float(surplus)
-        if kept + filtered:
-            metrics["training/filter_groups/informative_ratio"] = kept / (kept + filtered)
-            metrics["training/filter_groups/sampled_score_mean"] = math.fsum(self.scores) / (kept + filtered)
+        if decided:
+            metrics["training/filter_groups/informative_ratio"] = self.accepted / decided
+            metrics["training/filter_groups/sampled_score_mean"] = math.fsum(self.scores) / decided
         return metrics
 
 

@@ -1,21 +1,9 @@
-"""The books: every token sampled for training is in exactly one account, and every admitted group ends in
-exactly one way.
-
-``Ledger`` keeps the books of one step, ``RunningLedger`` those of a run. Where groups stay open from step to
-step, a step alone cannot balance: it trains on tokens that were sampled before it. So for each step
-
-    opening balance + sampled = sum of all accounts + closing balance
-
-in tokens, where the closing balance is counted among the open groups, never inferred; and over the run every
-number below ``admitted`` is exactly one of trained, filtered, failed, stale and in flight.
-"""
+"""The books of one step: every token sampled for training is in exactly one account."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
 
 from verl_rc.data.optimizer_step import OptimizerStep
-from verl_rc.ppo.admission import NumberRanges, PlainRanges
 
 TOKEN_ACCOUNTS = {
     "trained": "in the loss of an optimizer step that was taken",
@@ -59,12 +47,12 @@ class Ledger:
 
     def book(self, tokens: Mapping[str, int]) -> None:
         """Tokens by account. Raises ``LedgerError`` for an unknown account or a negative number."""
-        _check_entries(tokens, TOKEN_ACCOUNTS, "tokens")
+        check_accounts(tokens, TOKEN_ACCOUNTS)
         self._tokens.update(tokens)
 
     def book_prompts(self, prompts: Mapping[str, int]) -> None:
         """Prompts by account. Raises ``LedgerError`` for an unknown account or a negative number."""
-        _check_entries(prompts, PROMPT_ACCOUNTS, "prompts")
+        check_accounts(prompts, PROMPT_ACCOUNTS, "prompts")
         self._prompts.update(prompts)
 
     @property
@@ -139,127 +127,8 @@ def accounts_of_update(
     return dict(accounts)
 
 
-def _check_entries(entries: Mapping[str, int], accounts: Mapping[str, str], unit: str) -> None:
+def check_accounts(entries: Mapping[str, int], accounts: Mapping[str, str], unit: str = "tokens") -> None:
+    """Raise ``LedgerError`` for an account that does not exist or a negative number."""
     invalid = {account: count for account, count in entries.items() if account not in accounts or count < 0}
     if invalid:
         raise LedgerError(f"{unit} must be booked as numbers >= 0 to {', '.join(accounts)}; got {invalid}.")
-
-
-FATES = {
-    "trained": "that a step took into its batch",
-    "filtered": "whose samples tell nothing (algorithm.filter_groups)",
-    "failed": "with a sample that failed in every attempt (tool, environment, reward or timeout)",
-    "stale": "that grew older than the hard bound and were dropped",
-    "surplus": "beyond data.train_batch_size after filtering",
-}
-"""Every way in which a group ends."""
-RUN_TOKEN_ACCOUNTS = {
-    **TOKEN_ACCOUNTS,
-    "failed": "of attempts that failed, of groups that were sampled once more or replaced",
-    "stale": "of groups that were dropped for their age",
-}
-"""Every account of tokens of an asynchronous run: those of a step, and those of groups that leave a run
-between two."""
-
-
-@dataclass(frozen=True)
-class LedgerState:
-    """The running ledger for a checkpoint."""
-
-    admitted: int
-    ended: dict[str, PlainRanges]
-    balance: int
-
-
-@dataclass(frozen=True)
-class RunningLedger:
-    """The fate of every group of the run. Immutable: every method returns the next value, which belongs in a
-    checkpoint."""
-
-    admitted: int = 0
-    """Numbers 0, 1, …, ``admitted`` - 1 were handed out."""
-    in_flight: NumberRanges = field(default_factory=NumberRanges)
-    """Numbers without a fate: being sampled, or waiting to be trained on."""
-    ended: Mapping[str, NumberRanges] = field(default_factory=dict)
-    """Numbers by their fate."""
-    balance: int = 0
-    """Sampled tokens of the groups that were open when the last step was closed."""
-
-    def admit(self, count: int) -> "RunningLedger":
-        """Put the next ``count`` numbers in flight."""
-        new = NumberRanges.from_numbers(range(self.admitted, self.admitted + count))
-        return replace(self, admitted=self.admitted + count, in_flight=self.in_flight.union(new))
-
-    def end(self, fate: str, numbers: Iterable[int]) -> "RunningLedger":
-        """End groups that leave the run. Raises ``LedgerError`` for an unknown fate and for numbers that are
-        not in flight."""
-        ending = list(numbers)
-        ranges = NumberRanges.from_numbers(ending)
-        remaining = set(self.in_flight) - set(ending)
-        unknown = [number for number in ranges if number not in self.in_flight]
-        if fate not in FATES or unknown or len(ranges) != len(ending):
-            raise LedgerError(
-                f"groups in flight, each once, must get one of the fates {', '.join(FATES)}; got {fate} for "
-                f"{len(ending)} numbers, {len(ranges)} of them different; not in flight are {unknown[:5]}."
-            )
-        ended = {**self.ended, fate: self.ended.get(fate, NumberRanges()).union(ranges)}
-        return replace(self, in_flight=NumberRanges.from_numbers(remaining), ended=ended)
-
-    def close_step(
-        self, sampled: int, accounts: Mapping[str, int], open_tokens: Mapping[int, int]
-    ) -> "RunningLedger":
-        """Close the books of a step: ``sampled`` tokens came from the engines, ``accounts`` say what became
-        of tokens.
-
-        ``open_tokens`` are the sampled tokens of every group that is open now, by number, as the driver holds
-        them. Raises ``LedgerError`` when a group is in flight here and not there (or the other way round), or
-        when tokens do not balance.
-        """
-        counted = len(self.in_flight) + sum(map(len, self.ended.values()))
-        missing, surplus = set(self.in_flight) - set(open_tokens), set(open_tokens) - set(self.in_flight)
-        if missing or surplus or counted != self.admitted:
-            raise LedgerError(
-                f"each of {self.admitted} admitted groups must be trained on, filtered, failed, stale or in "
-                f"flight, exactly once, but {counted} are; {sorted(missing)[:5]} ({len(missing)}) were lost, "
-                f"{sorted(surplus)[:5]} ({len(surplus)}) are open though they ended."
-            )
-        _check_entries(accounts, RUN_TOKEN_ACCOUNTS, "tokens")
-        closing = sum(open_tokens.values())
-        difference = self.balance + sampled - sum(accounts.values()) - closing
-        if difference:
-            raise LedgerError(
-                f"opening balance {self.balance} + sampled {sampled} must equal the accounts "
-                f"{dict(accounts)} + closing balance {closing}, all of them tokens: the difference is "
-                f"{difference}."
-            )
-        return replace(self, balance=closing)
-
-    def close_run(self) -> None:
-        """Raise ``LedgerError`` when a run that is done left a group in flight."""
-        if self.in_flight.ranges or self.balance:
-            raise LedgerError(
-                f"a run that is done must have nothing in flight, but {len(self.in_flight)} groups with "
-                f"{self.balance} tokens are: {list(self.in_flight)[:5]}."
-            )
-
-    def state(self) -> LedgerState:
-        """Return the ledger for a checkpoint."""
-        return LedgerState(
-            self.admitted, {fate: numbers.ranges for fate, numbers in self.ended.items()}, self.balance
-        )
-
-    @classmethod
-    def from_state(cls, state: LedgerState) -> "RunningLedger":
-        """The inverse of ``state``. Raises ``LedgerError`` when a number has two fates, or one that does not
-        exist."""
-        admitted = state.admitted
-        ended = {fate: NumberRanges.from_plain(plain) for fate, plain in state.ended.items()}
-        numbers_ended = NumberRanges.from_numbers(number for numbers in ended.values() for number in numbers)
-        in_flight = numbers_ended.missing_below(admitted)
-        if set(ended) - set(FATES) or len(in_flight) + sum(map(len, ended.values())) != admitted:
-            raise LedgerError(
-                f"every number below {admitted} must have at most one of the fates {', '.join(FATES)}, got "
-                f"the counts { {fate: len(numbers) for fate, numbers in ended.items()} } with "
-                f"{len(in_flight)} in flight."
-            )
-        return cls(admitted, in_flight, ended, state.balance)

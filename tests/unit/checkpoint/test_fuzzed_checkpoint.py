@@ -38,8 +38,7 @@ from verl_rc.checkpoint import (
 )
 from verl_rc.checkpoint.checksums import FileSum, write_checksums
 from verl_rc.checkpoint.shards import collect_shards, load_shards, write_shards
-from verl_rc.ppo.admission import AdmissionState
-from verl_rc.ppo.ledger import LedgerState
+from verl_rc.ppo.group_book import BookState
 
 COUNT = int(os.environ.get("VERL_RC_FUZZ", "400"))
 SHARDS = (".metadata", "__0_0.distcp", "random_state_0.pt", "shards.json", "checksums.json")
@@ -131,7 +130,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "global_step_1"
     write_shards(folder / "actor", collect_shards(*small_learner(3, 2), {"scheduler": {"num_steps": 1}}))
     groups = {"groups": [], "token_ids": torch.tensor([3], dtype=torch.int32)}
-    supply = SupplyState(AdmissionState(1, 1, 0, ()), LedgerState(1, {}, balance=1), groups=groups)
+    supply = SupplyState(BookState(1, 1, {}, balance=1), groups=groups)
     state = RunState(1, prompts={"row": torch.arange(9), "epoch": [0, 1.5, None, "x"]}, supply=supply)
     SavedRun(state, {}, num_ranks=1).save(folder)
     return folder

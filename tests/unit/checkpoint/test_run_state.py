@@ -12,7 +12,6 @@ from verl_rc.checkpoint import run_state
 from verl_rc.checkpoint.run_state import (
     FIXED_KEYS,
     OPEN_GROUP_KEYS,
-    LengthTotals,
     RunState,
     SavedRun,
     SupplyState,
@@ -24,9 +23,8 @@ from verl_rc.config.schema import public_values, value_at
 from verl_rc.data.dataset import EpochBatches
 from verl_rc.health.guards import FailedGroups, RewardHistory, StepScores
 from verl_rc.health.ranges import CauseEpisode, CauseHistory, HealthHistory
-from verl_rc.ppo.admission import AdmissionState
 from verl_rc.ppo.control import ControlState
-from verl_rc.ppo.ledger import LedgerState
+from verl_rc.ppo.group_book import BookState, Totals
 from verl_rc.ppo.step_time import WaitTotals
 
 CONFIG: dict[str, Any] = {
@@ -41,10 +39,7 @@ CONFIG: dict[str, Any] = {
 
 
 SUPPLY = SupplyState(
-    AdmissionState(published=4, admitted=14, replaced=2, decided=((0, 9), (10, 11))),
-    LedgerState(14, {"trained": ((0, 8),), "filtered": ((8, 9),), "stale": ((10, 11),)}, balance=7),
-    trained=LengthTotals(70, 8),
-    dropped=LengthTotals(9, 1),
+    BookState(4, 10, {"trained": Totals(8, 70), "filtered": Totals(1, 8), "stale": Totals(1, 9)}, balance=7),
     failed=FailedGroups((3,), "no answer"),
     drawn=((1, 5), (1, 2)),
     groups={"groups": [], "token_ids": torch.tensor([3], dtype=torch.int32)},
@@ -143,8 +138,8 @@ def edit_state(folder: Path, without: str = "", **changes: Any) -> None:
         (lambda folder: (folder / "run_state.json").write_text("[1]"), "must hold a JSON object, got list"),
         (lambda folder: (folder / "data.pt").write_bytes(b"PK"), r"data\.pt must have \d+ bytes, got 2"),
         (
-            lambda folder: edit(folder / "run_state.json", format_version=8, written_by="verl_rc 0.9"),
-            r"must have format 7 for verl_rc \S+, got format 8 of verl_rc 0\.9\. Resume with the release "
+            lambda folder: edit(folder / "run_state.json", format_version=9, written_by="verl_rc 0.9"),
+            r"must have format 8 for verl_rc \S+, got format 9 of verl_rc 0\.9\. Resume with the release "
             r"that wrote it, or start anew",
         ),
         (lambda folder: edit(folder / "run_state.json", format_version=3), r"got format 3 of verl_rc \S+\. "),

@@ -51,7 +51,7 @@ def scored(group: Group, *values: float) -> Group:
         Scores(
             torch.tensor(values), [f"{value}" for value in values], {"acc": [value > 0 for value in values]}
         ),
-        "kept",
+        accepted=True,
     )
 
 
@@ -128,9 +128,9 @@ def test_a_checkpoint_holds_groups_exactly() -> None:
             4,
             3,
         )
-        assert (other.row, other.fate, other.attempt, other.version) == (
+        assert (other.row, other.is_accepted, other.attempt, other.version) == (
             group.row,
-            group.fate,
+            group.is_accepted,
             0,
             group.version,
         )

@@ -28,7 +28,7 @@ from verl_rc.driver.setup import steps_of_run
 from verl_rc.driver.stop import StoppedByAlertError
 from verl_rc.driver.supply_progress import SupplyProgress
 from verl_rc.health.guards import TooManyFailedGroupsError
-from verl_rc.ppo.admission import Admission, NumberRanges
+from verl_rc.ppo.group_book import AdmissionRule
 from verl_rc.rewards import RewardError, RewardOutput
 from verl_rc.rollout.sampling import GenerationRequest
 
@@ -183,7 +183,9 @@ def test_the_rule_holds_in_the_driver_whatever_ends_first(
         assert saved_steps(folder) == world.published[1:]
         state = SavedRun.load(folder / f"global_step_{steps}").state.supply
         assert state is not None
-        assert state.ledger.ended == {"trained": ((0, steps * setting[-1]),)}
+        assert {fate: totals.groups for fate, totals in state.book.ended.items() if totals.groups} == {
+            "trained": steps * setting[-1]
+        }
         assert not world.under_way
         numbers = Counter(prompts(folder, range(1, steps + 1)))
         assert numbers == Counter(str(number % 12) for number in range(steps * setting[-1]))
@@ -386,7 +388,7 @@ def test_a_fraction_of_a_batch_is_drawn_prompt_by_prompt(tmp_path: Path) -> None
     run(tmp_path / "whole", OWN_DEVICES, size_of_step, world=Slow(1), steps=6, **mode)
     state = SavedRun.load(tmp_path / "whole" / "global_step_2").state.supply
     assert state is not None
-    assert state.admission.admitted == math.ceil(3 * (2 + 1.5))
+    assert state.book.admitted == math.ceil(3 * (2 + 1.5))
     assert len(state.drawn) == 1
     resume(
         tmp_path / "whole", tmp_path / "again", 2, OWN_DEVICES, size_of_step, world=Slow(1), steps=6, **mode
@@ -600,7 +602,7 @@ def test_a_group_that_fails_again_is_replaced_and_counted(tmp_path: Path) -> Non
     assert sum(of_column(tmp_path, "async/failed_groups")) == 1
     state = SavedRun.load(tmp_path / "global_step_4").state.supply
     assert state is not None
-    assert state.ledger.ended["failed"] == ((3, 4),)
+    assert state.book.ended["failed"].groups == 1
     assert state.failed.first_error == "row 3 has no score."
 
 
@@ -711,16 +713,16 @@ def test_groups_that_grow_too_old_are_dropped_and_replaced(tmp_path: Path) -> No
     run(tmp_path / "whole", OWN_DEVICES, world=world, steps=6, **mode)
     state = SavedRun.load(tmp_path / "whole" / "global_step_6").state.supply
     assert state is not None
-    assert state.ledger.ended["stale"] == ((0, 1),)
+    assert state.book.ended["stale"].groups == 1
     assert sum(of_column(tmp_path / "whole", "async/dropped_tokens")) > 0  # of the sample that had ended
     assert prompts(tmp_path / "whole", range(1, 7)).count("0") == 1  # of the next epoch
     assert max(of_column(tmp_path / "whole", "async/group_age/max")) <= 1
     resume(tmp_path / "whole", tmp_path / "again", 3, OWN_DEVICES, world=Slow(4, cuts=True), steps=6, **mode)
     saved = SavedRun.load(tmp_path / "again" / "global_step_6").state.supply
     assert saved is not None
-    ended = [number for ranges in saved.ledger.ended.values() for number in NumberRanges(ranges)]
-    assert sorted(ended) == list(range(saved.ledger.admitted))
-    assert saved.admission.replaced == len(NumberRanges(saved.ledger.ended["stale"]))
+    ended = {fate: totals.groups for fate, totals in saved.book.ended.items() if totals.groups}
+    assert ended.keys() == {"trained", "stale"}
+    assert sum(ended.values()) == saved.book.admitted
 
 
 def test_old_tokens_leave_the_loss_and_the_baseline_keeps_them(tmp_path: Path) -> None:
@@ -779,7 +781,7 @@ def test_a_resumed_run_goes_on_with_all_that_its_supply_had_counted(tmp_path: Pa
     state = SavedRun.load(checkpoint).state
     assert state.supply is not None
     counted = dataclasses.replace(state, supply=dataclasses.replace(state.supply, filtered_since_batch=6))
-    saved = SupplyProgress.resumed(Admission(2, 2), prompt_stream(), counted.supply).state()
+    saved = SupplyProgress.resumed(AdmissionRule(2, 2), prompt_stream(), counted.supply).state()
     assert (saved.filtered_since_batch, saved.waits.steps) == (6, 2)
     limit = "algorithm.filter_groups.max_num_gen_batches=3"
     with pytest.raises(ValueError, match="max_num_gen_batches=3 batches of 2 prompts gave 0"):

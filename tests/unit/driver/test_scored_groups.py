@@ -104,7 +104,7 @@ def test_the_next_step_draws_again_after_a_surplus() -> None:
         saved = supply.close_step(record)
         assert (saved.num_groups, saved.drawn) == (0, ())
         state.step, run.engines.version, run.engines.asleep = step, step, False
-        supply._progress.admission = supply._progress.admission.publish(step)
+        supply._book.publish(step)
     assert drawn == [[5], [1]]  # 6 is a surplus; 7 and 0 tell nothing
 
 

@@ -407,5 +407,5 @@ def test_without_a_lead_a_step_samples_all_of_its_own_and_nothing_else(tmp_path:
     for number in (1, 2):
         supply = SavedRun.load(tmp_path / f"global_step_{number}").state.supply
         assert supply is not None
-        assert (supply.num_groups, supply.ledger.balance, supply.admission.admitted) == (0, 0, 2 * number)
+        assert (supply.num_groups, supply.book.balance, supply.book.admitted) == (0, 0, 2 * number)
     assert not [name for name in lines(tmp_path)[1] if name.startswith("async/group_age")]

@@ -6,10 +6,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from itertools import combinations_with_replacement, product
+from typing import NamedTuple
 
 import pytest
 
-from verl_rc.ppo.admission import Admission, AdmissionState, NextBatch, OpenGroup, ReplayRule, next_batch
+from verl_rc.ppo.group_book import AdmissionRule, BookState, GroupBook, Totals
+from verl_rc.ppo.replay_order import NextBatch, ReplayRule, next_batch
+
+
+class OpenGroup(NamedTuple):
+    number: int
+    version: int
+    is_accepted: bool
+    num_sampled: int = 0
+
 
 Decide = Callable[[Iterable[OpenGroup], int, ReplayRule], NextBatch]
 
@@ -89,14 +99,16 @@ class Run:
         bound = ahead if order == "admitted" else hard
         self.rule = ReplayRule(order, batch, math.ceil(every * (1 + bound)) - 1, late)
         self.every = every
-        self.admission = Admission(batch, math.ceil(every * (1 + ahead) * batch))
+        self.admission = AdmissionRule(batch, math.ceil(every * (1 + ahead) * batch))
 
     def state(self, steps: int, known: Iterable[tuple[int, bool]]) -> State:
         """With all that may be admitted now. In order of completion, which of several like groups is which
         does not matter."""
         open_groups = list(known)
-        counts = AdmissionState(0, steps * self.rule.batch + len(open_groups), 0, ())
-        open_groups += [(0, False)] * self.admission.resumed(counts).allowance()
+        trained = steps * self.rule.batch
+        counts = BookState(0, trained + len(open_groups), {"trained": Totals(trained)})
+        numbered = [OpenGroup(trained + place, *one) for place, one in enumerate(open_groups)]
+        open_groups += [(0, False)] * GroupBook(self.admission, counts, numbered).allowance()
         return steps, tuple(sorted(open_groups) if self.rule.order == "ready" else open_groups)
 
     def after_engines(self, state: State, filters: bool) -> Iterator[State]:
@@ -271,7 +283,7 @@ def test_dropping_keeps_the_bound_and_never_sticks(settings: tuple[str, int, Fra
 def looks_at_the_oldest_alone(open_groups: Iterable[OpenGroup], step: int, rule: ReplayRule) -> NextBatch:
     """The weaker condition: a batch may be made as long as the oldest group left behind has a step left."""
     known = list(open_groups)
-    decided = sorted((one for one in known if one.decided), key=lambda one: (one.version, one.number))
+    decided = sorted((one for one in known if one.is_accepted), key=lambda one: (one.version, one.number))
     batch = decided[: rule.batch]
     left = [one.version for one in known if one not in batch]
     waits_for_somebody = len(decided) < len(known)

@@ -8,7 +8,6 @@ reports the metric.
 import json
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import count
@@ -26,7 +25,7 @@ from made_samples import sample as made_sample
 from sound_run import sound_run
 from table_engines import FILTER, GREEDY_SCORE, make_run, sample
 
-from verl_rc.checkpoint import LengthTotals, RunState
+from verl_rc.checkpoint import RunState
 from verl_rc.config import RolloutCorrectionConfig
 from verl_rc.config.load import load_run_config
 from verl_rc.config.run import AlertsConfig
@@ -62,7 +61,7 @@ from verl_rc.losses import Aggregation, compute_policy_loss
 from verl_rc.metrics import reduce_metrics
 from verl_rc.metrics.catalog import CATALOG
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics, version_metrics
-from verl_rc.ppo.ledger import RunningLedger
+from verl_rc.ppo.group_book import AdmissionRule, BookState, GroupBook, Totals
 from verl_rc.ppo.objective import interpolation_gap, policy_objective, value_objective
 from verl_rc.ppo.train_batch import ScoredStep, _rewards
 from verl_rc.rewards.sample import RewardOutput
@@ -731,9 +730,8 @@ def a_batch_that_was_sampled_ahead():
 
 @example
 def groups_that_left_untrained():
-    found = StepTotals(
-        tokens=Counter(stale=12), groups=Counter(failed=1, stale=2), waited_for_oldest=1.5
-    ).metrics()
+    ended = {"failed": Totals(1, 0), "stale": Totals(2, 12)}
+    found = StepTotals({}, waited_for_oldest=1.5).lead_metrics(ended)
     return found, {"async/failed_groups": 1, "async/dropped_tokens": 12, "async/wait_for_oldest_s": 1.5}
 
 
@@ -1304,9 +1302,12 @@ def the_seventh_step_of_twelve_prompts_two_by_two():
 def groups_under_way():
     """Two groups of 6 tokens were trained on; of those under way one is whole and has 3, the others are being
     sampled."""
-    groups = [SimpleNamespace(num_sampled=tokens, is_whole=tokens == 3) for tokens in (3, 1, 0)]
-    trained = LengthTotals(2 * 6, 2)
-    progress = SupplyProgress(None, RunningLedger(), trained=trained, groups=dict(enumerate(groups)))
+    groups = [
+        SimpleNamespace(number=2 + place, num_sampled=tokens, is_whole=tokens == 3)
+        for place, tokens in enumerate((3, 1, 0))
+    ]
+    state = BookState(admitted=5, ended={"trained": Totals(2, 2 * 6)})
+    progress = SupplyProgress(GroupBook(AdmissionRule(2, 5), state, groups))
     expected = {"in_flight_groups": 2, "whole_waiting_groups": 1, "length_ratio": 6 / ((2 * 6 + 3) / 3)}
     return progress.open_metrics(), under("async/", expected)
 
