@@ -192,9 +192,7 @@ class World:
 
     # the actor
 
-    def compute_log_probs(
-        self, tokens: TokenBatch, limit: Any, while_waiting: Any = None
-    ) -> Timed[TokenScores]:
+    def compute_log_probs(self, tokens: TokenBatch, limit: Any) -> Timed[TokenScores]:
         log_probs = log_probs_of(tokens.responses, self.trained)
         return Timed(TokenScores(log_probs, torch.ones_like(log_probs)), 0.5)
 
@@ -204,7 +202,6 @@ class World:
         mini_batches: Sequence[MiniBatch],
         limit: Any,
         request: UpdateRequest,
-        while_waiting: Any = None,
     ) -> Timed[ActorReport]:
         """In step 2 the first gradient is not finite and the other mini-batches are empty; in step 3 all are
         empty."""
@@ -234,9 +231,7 @@ class World:
 class Reference(World):
     """A policy that stays where it was."""
 
-    def compute_log_probs(
-        self, tokens: TokenBatch, limit: Any, while_waiting: Any = None
-    ) -> Timed[TokenScores]:
+    def compute_log_probs(self, tokens: TokenBatch, limit: Any) -> Timed[TokenScores]:
         return Timed(TokenScores(log_probs_of(tokens.responses, 0.3), None), 0.5)
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from verl_rc.cluster.rank_group import RankGroup
-from verl_rc.cluster.remote import Pending, RemoteProcess, WhileWaiting, wait_for_all
+from verl_rc.cluster.remote import Pending, RemoteProcess, wait_for_all
 from verl_rc.config.task import RewardModelConfig
 from verl_rc.data.batches import CriticBatch, Timed, TokenBatch, TokenScores, TrainBatch
 from verl_rc.data.microbatch import MicroBatchLimit
@@ -33,20 +33,14 @@ class ActorGroup(RankGroup):
     role = "actor"
     worker = "verl_rc.workers.policy_worker:PolicyWorker"
 
-    def compute_log_probs(
-        self, tokens: TokenBatch, limit: MicroBatchLimit, while_waiting: WhileWaiting | None = None
-    ) -> Timed[TokenScores]:
+    def compute_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[TokenScores]:
         """Log-probs, entropies and, where needed, sums of squared probabilities and varentropies of all rows,
         each ``[B, R]``, under the current weights."""
-        return self.score("compute_log_probs", tokens, limit, while_waiting).map(
-            lambda scores: TokenScores(*scores)
-        )
+        return self.score("compute_log_probs", tokens, limit).map(lambda scores: TokenScores(*scores))
 
-    def compute_reference_log_probs(
-        self, tokens: TokenBatch, limit: MicroBatchLimit, while_waiting: WhileWaiting | None = None
-    ) -> Timed[Tensor]:
+    def compute_reference_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[Tensor]:
         """Log-probs ``[B, R]`` of all rows with LoRA adapters switched off."""
-        return self.score_one("compute_reference_log_probs", tokens.without_experts(), limit, while_waiting)
+        return self.score_one("compute_reference_log_probs", tokens.without_experts(), limit)
 
     def update(
         self,
@@ -54,11 +48,10 @@ class ActorGroup(RankGroup):
         mini_batches: Sequence[MiniBatch],
         limit: MicroBatchLimit,
         request: UpdateRequest,
-        while_waiting: WhileWaiting | None = None,
     ) -> Timed[ActorReport]:
         """One optimizer step per mini-batch on all ranks. Merges all reports."""
         arguments = [(*part, request) for part in self.split(batch, mini_batches, limit)]
-        return self.call_update(arguments, while_waiting).map(_merged)
+        return self.call_update(arguments).map(_merged)
 
     def manifest(self, all_tensors: bool) -> Manifest:
         """The manifest of a weight update: of all tensors, or of those that training changes."""
@@ -101,29 +94,24 @@ class CriticGroup(RankGroup):
     role = "critic"
     worker = "verl_rc.workers.critic_worker:CriticWorker"
 
-    def compute_values(
-        self, tokens: TokenBatch, limit: MicroBatchLimit, while_waiting: WhileWaiting | None = None
-    ) -> Timed[Tensor]:
+    def compute_values(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[Tensor]:
         """Values ``[B, R]`` of all rows."""
-        return self.score_one("compute_values", tokens.without_experts(), limit, while_waiting)
+        return self.score_one("compute_values", tokens.without_experts(), limit)
 
     def update(
         self,
         batch: CriticBatch,
         mini_batches: Sequence[MiniBatch],
         limit: MicroBatchLimit,
-        while_waiting: WhileWaiting | None = None,
     ) -> Timed[UpdateReport]:
         """One optimizer step per mini-batch on all ranks. Merges all reports."""
-        return self.call_update(self.split(batch, mini_batches, limit), while_waiting).map(_merged)
+        return self.call_update(self.split(batch, mini_batches, limit)).map(_merged)
 
 
 class FrozenGroup(RankGroup):
     """All ranks of a policy that only scores."""
 
-    def compute_log_probs(
-        self, tokens: TokenBatch, limit: MicroBatchLimit, while_waiting: WhileWaiting | None = None
-    ) -> Timed[TokenScores]:
+    def compute_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[TokenScores]:
         """Log-probs of all rows under the policy; of a teacher, also its most likely tokens where
         the loss reads them."""
 
@@ -133,9 +121,7 @@ class FrozenGroup(RankGroup):
             top_tokens = {"top_ids": top[0].long(), "top_log_probs": top[1]} if top else {}
             return TokenScores(log_probs, None, **top_tokens)
 
-        return self.score("compute_log_probs", tokens.without_experts(), limit, while_waiting).map(
-            token_scores
-        )
+        return self.score("compute_log_probs", tokens.without_experts(), limit).map(token_scores)
 
 
 class ReferenceGroup(FrozenGroup):

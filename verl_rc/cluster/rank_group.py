@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.cluster.rank_processes import Rank, RankProcesses
-from verl_rc.cluster.remote import Pending, WhileWaiting, wait_timed
+from verl_rc.cluster.remote import Pending, wait_timed
 from verl_rc.data.batches import CriticBatch, Timed, TokenBatch, TrainBatch
 from verl_rc.data.microbatch import MicroBatches, MicroBatchLimit, assign_rows
 from verl_rc.data.ragged import Ragged, padded_values
@@ -64,7 +64,6 @@ class RankGroup:
         method: str,
         tokens: TokenBatch,
         limit: MicroBatchLimit,
-        while_waiting: WhileWaiting | None = None,
     ) -> Timed[list[Tensor]]:
         """Call ``method`` of the workers on all rows; returns float32 ``[B, R, …]`` tensors in the order of
         the rows."""
@@ -74,7 +73,7 @@ class RankGroup:
             rows_of_shares.append(list(place))
             arguments = Ragged.from_record(tokens, list(place) or [0]), _localised(micro_batches, place)
             pending += [rank.score(method, *arguments) for rank in self._ranks_of(share)]
-        answers = wait_timed(pending, while_waiting)
+        answers = wait_timed(pending)
         results = [torch.zeros(*tokens.responses.shape, *one.shape[1:]) for one in answers.result[0]]
         for rows, columns in zip(rows_of_shares, self._one_of_each_share(answers.result), strict=True):
             for result, column in zip(results, columns, strict=True):
@@ -88,10 +87,9 @@ class RankGroup:
         method: str,
         tokens: TokenBatch,
         limit: MicroBatchLimit,
-        while_waiting: WhileWaiting | None = None,
     ) -> Timed[Tensor]:
         """``score`` for a method with a single result, ``[B, R]``."""
-        return self.score(method, tokens, limit, while_waiting).map(lambda results: results[0])
+        return self.score(method, tokens, limit).map(lambda results: results[0])
 
     def split(
         self, batch: TrainBatch | CriticBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit
@@ -109,9 +107,7 @@ class RankGroup:
             parts.append((Ragged.from_record(batch, list(place) or [0]), local))
         return parts
 
-    def call_update(
-        self, arguments: Sequence[tuple[Any, ...]], while_waiting: WhileWaiting | None = None
-    ) -> Timed[list[Any]]:
+    def call_update(self, arguments: Sequence[tuple[Any, ...]]) -> Timed[list[Any]]:
         """Call ``update`` of all ranks of each share with the share's arguments; returns the shares' answers
         in their order."""
         pending = [
@@ -119,7 +115,7 @@ class RankGroup:
             for share, share_arguments in enumerate(arguments)
             for rank in self._ranks_of(share)
         ]
-        return wait_timed(pending, while_waiting).map(self._one_of_each_share)
+        return wait_timed(pending).map(self._one_of_each_share)
 
     def _ranks_of(self, share: int) -> list[Rank]:
         return self._ranks[share * self.ranks_per_share : (share + 1) * self.ranks_per_share]

@@ -6,6 +6,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import ray
@@ -190,6 +192,18 @@ _SERVE_SECONDS = 0.25
 
 WhileWaiting = Callable[[], None]
 """Short work that the driver repeats while it waits for ranks that compute; its exceptions end the wait."""
+work_beside: ContextVar[WhileWaiting | None] = ContextVar("work beside ranks", default=None)
+"""The work of ``beside_ranks``."""
+
+
+@contextmanager
+def beside_ranks(work: WhileWaiting) -> Iterator[None]:
+    """Within this block the driver repeats ``work`` while it waits for ranks (``wait_timed``)."""
+    token = work_beside.set(work)
+    try:
+        yield
+    finally:
+        work_beside.reset(token)
 
 
 def wait_for_all(
@@ -213,9 +227,10 @@ def wait_for_all(
     return [results[call.reference] for call in pending]
 
 
-def wait_timed(pending: Sequence[Pending], while_waiting: WhileWaiting | None = None) -> Timed[list[Any]]:
-    """The results of ``wait_for_all``, and the seconds that the slowest of the processes computed."""
-    results = wait_for_all(pending, while_waiting=while_waiting)
+def wait_timed(pending: Sequence[Pending]) -> Timed[list[Any]]:
+    """The results of ``wait_for_all``, and the seconds that the slowest of the processes computed; meanwhile
+    the driver does the work of ``beside_ranks``."""
+    results = wait_for_all(pending, while_waiting=work_beside.get())
     return Timed(results, max((call.busy_seconds for call in pending), default=0.0))
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from verl_rc.checkpoint import RunState
-from verl_rc.cluster.remote import WhileWaiting
 from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TrainBatch
 from verl_rc.data.optimizer_step import OptimizerStep
@@ -30,9 +29,7 @@ from verl_rc.rollout.sampling import request_seed
 from verl_rc.workers.updates import ActorReport, UpdateRequest
 
 
-def evaluate(
-    services: Services, rollouts: RolloutBatch, step: int, record: StepRecord, while_waiting: WhileWaiting
-) -> PolicyEvaluations:
+def evaluate(services: Services, rollouts: RolloutBatch, step: int, record: StepRecord) -> PolicyEvaluations:
     """Evaluate the sampled tokens with the trainer's models: proximal policy, frozen policies and critic, as
     far as the run needs them."""
     rollout = services.config.actor_rollout_ref.rollout
@@ -47,8 +44,8 @@ def evaluate(
             "sets: the trainer would score them over the whole vocabulary. Drop "
             "actor_rollout_ref.rollout.top_p, top_k and min_p."
         )
-    proximal = _proximal_policy(services, rollouts, step, record, while_waiting)
-    frozen = _frozen_policies(services, rollouts, record, while_waiting)
+    proximal = _proximal_policy(services, rollouts, step, record)
+    frozen = _frozen_policies(services, rollouts, record)
     values = None
     if services.critic is not None:
         values = record.timed(
@@ -56,7 +53,6 @@ def evaluate(
             services.critic.compute_values,
             rollouts.tokens,
             update_limit(services.config.critic),
-            while_waiting,
         )
     return PolicyEvaluations(
         **proximal,
@@ -66,9 +62,7 @@ def evaluate(
     )
 
 
-def _frozen_policies(
-    services: Services, rollouts: RolloutBatch, record: StepRecord, while_waiting: WhileWaiting
-) -> dict[str, Any]:
+def _frozen_policies(services: Services, rollouts: RolloutBatch, record: StepRecord) -> dict[str, Any]:
     """What ``PolicyEvaluations`` hold of the policies that only score, by field."""
     config, policies = services.config, services.config.frozen_policies
     fields: dict[str, Any] = {}
@@ -76,17 +70,15 @@ def _frozen_policies(
         limit = log_prob_limit(config.actor_rollout_ref.ref)
         if "reference" in policies:
             fields["reference_log_probs"] = record.timed(
-                "ref", services.frozen["reference"].compute_log_probs, rollouts.tokens, limit, while_waiting
+                "ref", services.frozen["reference"].compute_log_probs, rollouts.tokens, limit
             ).log_probs
         else:  # LoRA: the actor without its adapters
             fields["reference_log_probs"] = record.timed(
-                "ref", services.actor.compute_reference_log_probs, rollouts.tokens, limit, while_waiting
+                "ref", services.actor.compute_reference_log_probs, rollouts.tokens, limit
             )
     if "teacher" in policies:
         limit = log_prob_limit(policies["teacher"].config)
-        scores = record.timed(
-            "teacher", services.frozen["teacher"].compute_log_probs, rollouts.tokens, limit, while_waiting
-        )
+        scores = record.timed("teacher", services.frozen["teacher"].compute_log_probs, rollouts.tokens, limit)
         fields["teacher_log_probs"] = scores.log_probs
         if scores.top_ids is not None:
             fields |= {"teacher_top_ids": scores.top_ids.int(), "teacher_top_log_probs": scores.top_log_probs}
@@ -94,7 +86,7 @@ def _frozen_policies(
 
 
 def _proximal_policy(
-    services: Services, rollouts: RolloutBatch, step: int, record: StepRecord, while_waiting: WhileWaiting
+    services: Services, rollouts: RolloutBatch, step: int, record: StepRecord
 ) -> dict[str, Any]:
     """What ``PolicyEvaluations`` hold of the proximal policy, by field; where the actor corrects, nothing, or
     now and then log-probs for it to compare interpolated ones with.
@@ -110,7 +102,6 @@ def _proximal_policy(
         services.actor.compute_log_probs,
         rollouts.tokens,
         log_prob_limit(services.config.actor_rollout_ref.rollout),
-        while_waiting,
     )
     require_exact(services.config, scores.log_probs, rollouts, step - 1, f"step {step}")
     if not is_recomputed:  # they were compared, no more
@@ -166,7 +157,6 @@ def update_critic(
     evaluations: PolicyEvaluations,
     step: int,
     record: StepRecord,
-    while_waiting: WhileWaiting,
 ) -> list[OptimizerStep]:
     """One optimizer step per mini-batch and epoch, none without a critic; returns what became of them."""
     if services.critic is None:
@@ -182,9 +172,7 @@ def update_critic(
         shuffle=critic.shuffle,
         seed=request_seed({"seed": services.config.trainer.seed, "step": step}),
     )
-    report = record.timed(
-        "update_critic", services.critic.update, rows, mini_batches, update_limit(critic), while_waiting
-    )
+    report = record.timed("update_critic", services.critic.update, rows, mini_batches, update_limit(critic))
     record.add_records(report.metrics)
     return report.steps
 
@@ -195,7 +183,6 @@ def update_actor(
     batch: TrainBatch,
     control: Control,
     record: StepRecord,
-    while_waiting: WhileWaiting,
 ) -> ActorReport:
     """One optimizer step per mini-batch and epoch."""
     actor, rollout = services.config.actor_rollout_ref.actor, services.config.actor_rollout_ref.rollout
@@ -225,7 +212,6 @@ def update_actor(
         mini_batches,
         update_limit(actor),
         request,
-        while_waiting,
     )
     record.add_records(report.metrics)
     planned_tokens = [mini.num_loss_tokens for mini in mini_batches]

@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 
 from verl_rc.checkpoint import RunState
-from verl_rc.cluster.remote import WhileWaiting
+from verl_rc.cluster.remote import beside_ranks
 from verl_rc.config.folder_owner import OWNER_FILE
 from verl_rc.config.run import RunConfig
 from verl_rc.correction import CorrectionStatistics
@@ -52,21 +52,22 @@ def train(services: Services, state: RunState) -> None:
         step = state.step + 1
         record = StepRecord()
         samples = supply.take(record)
-        evaluations = stages.evaluate(services, samples.rollouts, step, record, supply.decide_ended_groups)
-        control = Control.from_config(config.algorithm, state.control)
-        with record.stage("adv"):
-            scored = build_train_batch(
-                samples, evaluations, config.algorithm, control, state.step, config.async_training
+        with beside_ranks(supply.decide_ended_groups):
+            evaluations = stages.evaluate(services, samples.rollouts, step, record)
+            control = Control.from_config(config.algorithm, state.control)
+            with record.stage("adv"):
+                scored = build_train_batch(
+                    samples, evaluations, config.algorithm, control, state.step, config.async_training
+                )
+            stages.record_batch(services, samples, evaluations, scored, control, record, step)
+            findings = judge(services, state, scored.statistics, control, record)
+            state.health, state.rollout_gap_limit = findings.health, findings.next_gap_limit
+            state.rewards = state.rewards.with_scores(samples.scores, trainer.alerts.reward_window)
+            updated = (
+                update(services, state, scored, evaluations, control, record)
+                if services.guards.decide_update(state.rewards, samples, scored, findings, record, step)
+                else None
             )
-        stages.record_batch(services, samples, evaluations, scored, control, record, step)
-        findings = judge(services, state, scored.statistics, control, record)
-        state.health, state.rollout_gap_limit = findings.health, findings.next_gap_limit
-        state.rewards = state.rewards.with_scores(samples.scores, trainer.alerts.reward_window)
-        updated = (
-            update(services, state, scored, evaluations, control, record, supply.decide_ended_groups)
-            if services.guards.decide_update(state.rewards, samples, scored, findings, record, step)
-            else None
-        )
         state.control = (
             control.after_penalty(scored.reward_kl, len(samples))
             .after_correction(scored.statistics or updated)
@@ -101,7 +102,6 @@ def update(
     evaluations: PolicyEvaluations,
     control: Control,
     record: StepRecord,
-    while_waiting: WhileWaiting,
 ) -> CorrectionStatistics | None:
     """Update the critic, and the actor once the critic's warm-up is over.
 
@@ -111,14 +111,14 @@ def update(
     step = state.step + 1
     correction = config.algorithm.rollout_correction
     limit = config.trainer.max_nonfinite_updates
-    critic_steps = stages.update_critic(services, scored, evaluations, step, record, while_waiting)
+    critic_steps = stages.update_critic(services, scored, evaluations, step, record)
     state.nonfinite_critic_updates = count_nonfinite_updates(
         state.nonfinite_critic_updates, "critic", critic_steps, limit
     )
     if step < config.trainer.critic_warmup:
         guards.withhold(scored.batch, record)
         return None
-    report = stages.update_actor(services, state, scored.batch, control, record, while_waiting)
+    report = stages.update_actor(services, state, scored.batch, control, record)
     state.skipped_updates = count_skipped_updates(
         state.skipped_updates, report.loss_tokens, correction.max_skipped_updates
     )

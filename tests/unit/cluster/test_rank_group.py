@@ -84,7 +84,7 @@ def test_shares_name_the_rows_they_come_with(ranks: int, limit: MicroBatchLimit)
 def test_scores_come_back_in_the_order_of_the_rows(
     ranks: int, limit: MicroBatchLimit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_group, "wait_timed", lambda pending, beside: Timed(pending, 0.5))
+    monkeypatch.setattr(rank_group, "wait_timed", lambda pending: Timed(pending, 0.5))
     batch = make_train_batch(LENGTHS)
     answer = group_of(ranks).score("lengths", batch.tokens, limit)
     assert answer.result[0].tolist() == [
@@ -127,7 +127,7 @@ class EchoRank:
 def test_ranks_that_share_rows_get_the_same_and_one_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     answered: list[list[tuple[int, object]]] = []
     monkeypatch.setattr(
-        rank_group, "wait_timed", lambda pending, beside: answered.append(pending) or Timed(pending, 0.5)
+        rank_group, "wait_timed", lambda pending: answered.append(pending) or Timed(pending, 0.5)
     )
     batch, group = make_train_batch(LENGTHS), group_of(4, sharing=2)
     assert group.score("lengths", batch.tokens, LIMITS[0]).result[0][:, 0].tolist() == LENGTHS
@@ -153,9 +153,7 @@ def test_a_rank_of_the_actor_gets_what_is_two_fields_once(
     group = ActorGroup.__new__(ActorGroup)
     group._ranks, group.ranks_per_share = [EchoRank(0)], 1  # type: ignore[list-item]
 
-    def call_update(
-        arguments: Sequence[tuple[Ragged[TrainBatch], *tuple[object, ...]]], beside: None
-    ) -> object:
+    def call_update(arguments: Sequence[tuple[Ragged[TrainBatch], *tuple[object, ...]]]) -> object:
         arrived.extend(rows for rows, *_ in arguments)
         return Timed([ActorReport([], [], [])], 0.5)
 

@@ -85,5 +85,10 @@ def test_what_fails_beside_ends_the_wait(ray: Slow) -> None:
 
 def test_a_timed_wait_does_the_work_beside_too(ray: Slow) -> None:
     done: list[int] = []
-    assert remote.wait_timed(pending(1), lambda: done.append(1)).result == [10]
+    with remote.beside_ranks(lambda: done.append(1)):
+        assert remote.wait_timed(pending(1)).result == [10]
     assert done
+    done.clear()
+    ray.left = ray.looks = 1
+    remote.wait_timed(pending(1))
+    assert not done

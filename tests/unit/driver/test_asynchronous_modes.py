@@ -19,6 +19,7 @@ from small_models import small_run_config
 
 from verl_rc.checkpoint import RunState, SavedRun
 from verl_rc.cluster.engine_group import EnginesLostError
+from verl_rc.cluster.remote import work_beside
 from verl_rc.config.errors import ConfigError
 from verl_rc.data.batches import Timed, TokenBatch, TokenScores
 from verl_rc.data.dataset import PromptRow
@@ -260,11 +261,9 @@ def test_ages_are_those_of_the_plan(tmp_path: Path, every: int, staleness: int, 
             super().__init__()
             self.updates_before: list[int] = []
 
-        def compute_log_probs(
-            self, tokens: TokenBatch, limit: Any, while_waiting: Any = None
-        ) -> Timed[TokenScores]:
+        def compute_log_probs(self, tokens: TokenBatch, limit: Any) -> Timed[TokenScores]:
             self.updates_before.append(self.updates)
-            return super().compute_log_probs(tokens, limit, while_waiting)
+            return super().compute_log_probs(tokens, limit)
 
     world, steps = Watching(), 7
     mode = {
@@ -367,11 +366,9 @@ class Sharing(Slow):
         assert not self.under_way
         self.awake = False
 
-    def compute_log_probs(
-        self, tokens: TokenBatch, limit: Any, while_waiting: Any = None
-    ) -> Timed[TokenScores]:
+    def compute_log_probs(self, tokens: TokenBatch, limit: Any) -> Timed[TokenScores]:
         assert self.updates == 0 or not self.awake, "the engines hold the devices"
-        return super().compute_log_probs(tokens, limit, while_waiting)
+        return super().compute_log_probs(tokens, limit)
 
 
 def test_engines_that_share_devices_end_what_they_have_before_training(tmp_path: Path) -> None:
@@ -448,18 +445,18 @@ def test_what_replaces_a_group_begins_while_the_trainer_works(tmp_path: Path) ->
             self.submitted_in_updates += len(requests) * self.training
             return super().submit(requests, options, **_)
 
-        def compute_log_probs(
-            self, tokens: TokenBatch, limit: Any, while_waiting: Any = None
-        ) -> Timed[TokenScores]:
-            if while_waiting is not None:  # canary tokens are evaluated without
+        def compute_log_probs(self, tokens: TokenBatch, limit: Any) -> Timed[TokenScores]:
+            if (work := work_beside.get()) is not None:  # canary tokens are evaluated without
                 self.evaluations_served += 1
-                while_waiting()
-            return super().compute_log_probs(tokens, limit, while_waiting)
+                work()
+            return super().compute_log_probs(tokens, limit)
 
         def update(self, *arguments: Any) -> Any:
             self.training = True
             for _ in range(20):
-                arguments[-1]()
+                decide_ended_groups = work_beside.get()
+                assert decide_ended_groups is not None
+                decide_ended_groups()
             self.training = False
             return super().update(*arguments)
 
@@ -486,7 +483,9 @@ def test_an_engine_lost_while_the_trainer_works_is_replaced_afterwards(tmp_path:
             return super().look(wait_seconds, replace_lost)
 
         def update(self, *arguments: Any) -> Any:
-            arguments[-1]()
+            decide_ended_groups = work_beside.get()
+            assert decide_ended_groups is not None
+            decide_ended_groups()
             return super().update(*arguments)
 
     world = LostInUpdate(1)

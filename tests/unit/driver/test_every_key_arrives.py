@@ -70,7 +70,7 @@ def mini_batches(config: RunConfig, update: Callable[..., None], monkeypatch: py
     )
     services = cast(Services, SimpleNamespace(config=config, critic=object()))
     with pytest.raises(InterruptedError):
-        update(services, *arguments, StepRecord(), while_waiting=lambda: None)
+        update(services, *arguments, StepRecord())
     return seen[0]
 
 

@@ -42,7 +42,7 @@ def test_every_50th_step_compares_interpolated_log_probs(
     mask = torch.ones(1, 1, dtype=torch.bool)
     state = SimpleNamespace(step=steps_done, rollout_gap_limit=None)
     with patch("verl_rc.driver.stages.plan_mini_batches", return_value=[]):
-        update_actor(services, state, Mock(response_mask=mask, loss_mask=mask), Mock(), StepRecord(), Mock())
+        update_actor(services, state, Mock(response_mask=mask, loss_mask=mask), Mock(), StepRecord())
     request = services.actor.update.call_args.args[3]
     assert request.compares_proximal is compares
 

@@ -102,9 +102,9 @@ class CorrectingActor(World):
         super().__init__()
         self.thresholds: list[float] = []
 
-    def update(self, batch: Any, mini_batches: Any, limit: Any, request: Any, *while_waiting: Any) -> Any:
+    def update(self, batch: Any, mini_batches: Any, limit: Any, request: Any) -> Any:
         self.thresholds.append(request.correction.rollout_rs_threshold)
-        answer = super().update(batch, mini_batches, limit, request, *while_waiting)
+        answer = super().update(batch, mini_batches, limit, request)
         if not request.correction.in_actor:
             return answer
         measured = measure(

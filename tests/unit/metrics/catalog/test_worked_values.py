@@ -1280,7 +1280,7 @@ def penalties_of_the_divergence():
     record.ledger.add_sampled(int(batch.response_mask.sum()))
     state = SimpleNamespace(step=0, rollout_gap_limit=None)
     with patch("verl_rc.driver.stages.plan_mini_batches", return_value=[]):
-        update_actor(services, state, batch, control, record, while_waiting=Mock())
+        update_actor(services, state, batch, control, record)
     expected = {
         "actor/reward_kl_penalty": (2 + 1 / 2) / 2,
         "actor/reward_kl_penalty_coeff": 0.1,
