@@ -443,7 +443,7 @@ def result_of(method: Method, among: Sequence[Problem]) -> dict[str, Any]:
 
 
 def line_of(name: str, result: Mapping[str, Any]) -> str:
-    """A row of the table in docs/evidence.md."""
+    """The row of a method, whose error and frozen score are in docs/evidence.md."""
     found = result["conditions"]
     worst = max(found, key=lambda condition: found[condition]["error"])
     error = sum(numbers["error"] for numbers in found.values()) / len(found)

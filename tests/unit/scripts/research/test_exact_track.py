@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -143,11 +144,13 @@ def test_numbers_that_are_kept_are_those_of_today(name: str) -> None:
 
 
 def test_every_method_stands_in_the_page() -> None:
-    page = (ROOT / "docs" / "evidence.md").read_text()
-    assert METHODS.keys() == KEPT.keys()
+    lines = (ROOT / "docs" / "evidence.md").read_text().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
+    numbers = {name: cells for names, *cells in rows for name in re.findall(r"`([^`]+)`", names)}
+    assert METHODS.keys() == KEPT.keys() == numbers.keys()
     for name, result in KEPT.items():
-        cells = exact_track.line_of(name, result).strip("| ").split(" | ")
-        assert " | ".join([*cells[:3], *cells[-2:]]) in page, name
+        _, error, *_, frozen, _ = exact_track.line_of(name, result).strip("| ").split(" | ")
+        assert numbers[name] == [error, frozen], name
 
 
 @pytest.mark.parametrize("text", ["decoupled_sec_is", "gspo", "loss_mode=gpso"])
