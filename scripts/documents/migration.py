@@ -10,10 +10,9 @@ from documents.markdown import table
 
 from verl_rc.config.run import FOLLOWED_KEYS, RunConfig
 from verl_rc.config.schema import fields_of
-from verl_rc.config.verl import environments
 from verl_rc.config.verl.keys import MOVED, VALUE_NAMES, WRITTEN_HERE, moved
 from verl_rc.config.verl.migration import migrate
-from verl_rc.config.verl.refused import REFUSED_VALUES, RENAMED, Refusal, refusal_of
+from verl_rc.config.verl.refused import REFUSED_VALUES, RENAMED, refusal_of
 
 RECIPES = Path(__file__).parents[2] / "tests" / "verl_recipes" / "examples"
 """Example recipes of verl: keys that people type."""
@@ -23,28 +22,25 @@ _HEAD = """\
 
 An override of a verl recipe for FSDP and vLLM has the same meaning here, or the run refuses it
 before anything starts, with exit code 2, and says what to write instead. An override that another
-key turns off is refused too, or `verl-rc explain` lists it.
+key turns off is refused too, or `verl-rc explain` lists it. `+key=value` means `key=value` where
+the key is known.
 
 ```bash
-verl-rc migrate --recipe verl_run.sh > recipe.sh                # a shell script of any release as a recipe that runs, with notes
+verl-rc migrate --recipe verl_run.sh > recipe.sh                # a script of any release as a recipe
 verl-rc migrate run.yaml +algorithm.rollout_is_threshold=2.0    # the same for run files and overrides
 verl-rc explain recipe.sh                                       # what the recipe will do, in words
 verl-rc doctor recipe.sh                                        # whether it can run on this machine
 ```
 
-`verl-rc migrate` runs the script in a shell to learn the values of its variables. No program that
-the script calls by name, Python among them, does anything there.
+`verl-rc migrate` runs the script in a shell to learn the values of its variables. Programs that the
+script calls by name, Python among them, do not run.
 
-- **`+key=value`** means `key=value` where the key is known.
-- **Data files and reward functions** have verl's column names and signature.
-- **Metrics** have verl's names. Memory is `perf/*` and not `actor/perf/*`.
-  [rollout_correction.md](rollout_correction.md#coming-from-verl) lists metrics that have verl's
-  name and another meaning.
-- **Keys that are not given** have verl's defaults, with
-  [a few exceptions](#same-key-another-default).
+Data files and reward functions have verl's column names and signature, and metrics verl's names
+(memory is `perf/*`, not `actor/perf/*`);
+[rollout_correction.md](rollout_correction.md#coming-from-verl) lists metrics with another meaning.
 
 `python -m scripts.documents` writes this page from the tables in `verl_rc/config/verl`.
-"""  # noqa: E501
+"""
 
 SAME_KEYS: Mapping[str, tuple[str, str]] = {
     "trainer.n_gpus_per_node": ("GPUs of a node", "the same; on a CPU the number of trainer ranks"),
@@ -52,20 +48,16 @@ SAME_KEYS: Mapping[str, tuple[str, str]] = {
     "actor_rollout_ref.actor.strategy": ("`fsdp` is FSDP1", "both names mean FSDP2"),
     "actor_rollout_ref.model.lora.merge": (
         "False where it is not given: engines apply the adapters",
-        "True where it is not given: merged weights need nothing of an engine. False is as in verl; refused "
-        "beside experts",
+        "True where it is not given: engines get merged weights. False is refused beside experts",
     ),
     "actor_rollout_ref.actor.clip_ratio": (
         "without effect: the two sides have defaults of their own",
         "the clip range of every side that is null",
     ),
-    "distillation.distillation_loss.clip_ratio": (
-        "without effect: the two sides have defaults of their own",
-        "the clip range of every side that is null",
-    ),
+    "distillation.distillation_loss.clip_ratio": ("the same", "the same"),
     "distillation.distillation_loss.use_policy_gradient": (
-        "False: the weights of rollout correction do not reach the term",
-        "they multiply it, True or False",
+        "with False, weights of rollout correction do not reach the term",
+        "they always multiply it",
     ),
     "actor_rollout_ref.rollout.val_kwargs.do_sample": (
         "without effect: the temperature decides",
@@ -76,24 +68,20 @@ SAME_KEYS: Mapping[str, tuple[str, str]] = {
         "`error` stops at a prompt too long, `left` cuts it",
     ),
     "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side": (
-        "the side that is cut; before May 2026 (pull request 6313) the side that was kept",
-        "the side that is cut; with `middle`, an odd limit keeps one character more of the beginning",
+        "the side that is cut; before May 2026 the side that was kept",
+        "the side that is cut",
     ),
     "trainer.val_before_train": (
         "validates before the first step, of a resumed run too",
-        "validates before step 1; a resumed run validates next at a multiple of `trainer.test_freq`",
+        "validates before step 1 only",
     ),
     "trainer.val_only": (
         "without effect unless `trainer.val_before_train=True`",
-        "validates and ends the run, whatever `trainer.val_before_train` says",
-    ),
-    "algorithm.adv_estimator": (
-        "in a group of one sample, `opo` gives it its score, and `grpo_passk` raises",
-        "both give it 0; with `rollout.n=1` they are refused",
+        "always validates and ends the run",
     ),
     "algorithm.rollout_correction.rollout_rs_threshold": (
         "bounds of k1 rules are executed on rollout/train",
-        "they bound train/rollout, as the documents of both projects say",
+        "they bound train/rollout, as documented",
     ),
     "algorithm.rollout_correction.bypass_mode": (
         "switches the loss in the driver's copy only",
@@ -106,6 +94,7 @@ _FOLLOWS_MODEL = "the critic is made of the model that is trained, and as it is"
 _BY_MEMORY = "the estimate of memory decides"
 _FOLLOWS_CLIP = "`clip_ratio` is 0.2, and acts here"
 _EXAMPLES = "verl's are examples"
+_NO_CONSEQUENCE = "the run is the same"
 OTHER_DEFAULTS: Mapping[str, tuple[object, str]] = {
     "data.train_files": ("~/data/rlhf/gsm8k/train.parquet", _EXAMPLES),
     "data.val_files": ("~/data/rlhf/gsm8k/test.parquet", _EXAMPLES),
@@ -113,7 +102,7 @@ OTHER_DEFAULTS: Mapping[str, tuple[object, str]] = {
     "actor_rollout_ref.model.path": ("~/models/deepseek-llm-7b-chat", _EXAMPLES),
     "actor_rollout_ref.model.enable_gradient_checkpointing": (
         True,
-        "True on GPUs, as there; False on a CPU, which has memory and no time for it",
+        "True on GPUs, False on a CPU",
     ),
     "actor_rollout_ref.model.lora.merge": (
         False,
@@ -125,17 +114,14 @@ OTHER_DEFAULTS: Mapping[str, tuple[object, str]] = {
     "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation": (False, _BY_MEMORY),
     "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size": (
         1,
-        "verl's older name, `actor_rollout_ref.ref.ulysses_sequence_parallel_size`, follows it too",
+        "verl's older name of it follows too",
     ),
-    "actor_rollout_ref.rollout.load_format": (
-        "dummy",
-        "the trainer's weights come before the first sample either way",
-    ),
+    "actor_rollout_ref.rollout.load_format": ("dummy", _NO_CONSEQUENCE),
     "actor_rollout_ref.rollout.val_kwargs.do_sample": (
         False,
         "the temperature decides, as it does in verl, where this key is without effect",
     ),
-    "critic.strategy": ("fsdp", "both names mean FSDP2"),
+    "critic.strategy": ("fsdp", _NO_CONSEQUENCE),
     "critic.model.path": ("~/models/deepseek-llm-7b-chat", _FOLLOWS_MODEL),
     "critic.model.trust_remote_code": (False, _FOLLOWS_MODEL),
     "critic.model.use_remove_padding": (True, _FOLLOWS_MODEL),
@@ -151,31 +137,33 @@ OTHER_DEFAULTS: Mapping[str, tuple[object, str]] = {
     "trainer.experiment_name": ("gsm8k", _EXAMPLES),
     "trainer.default_local_dir": (
         "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
-        "null means the same folder",
+        _NO_CONSEQUENCE,
     ),
 }
 """Keys whose default is not that of verl 0.9.1: its default, and why."""
 
-_SAID_ELSEWHERE = (_EXAMPLES, _FOLLOWS_MODEL, _FOLLOWS_CLIP)
-"""Reasons that the text above the table of defaults, or the table of meanings, gives once."""
+_NOT_IN_THE_TABLE = (_EXAMPLES, _FOLLOWS_MODEL, _FOLLOWS_CLIP, _NO_CONSEQUENCE)
+"""Reasons for other defaults that need no row, or that the page gives once."""
 
 _DEFAULTS_HEAD = """
 ## Same key, another default
 
-The value of a key that is not given, in verl 0.9.1 and here. Data files and model must be given:
-verl's defaults are examples, as are its project and experiment. Keys of `critic.model` follow those
-of the actor's model, and `clip_ratio_low` and `clip_ratio_high` follow `clip_ratio`. All other
-shared keys have the same default.
+The value of a key that is not given, in verl 0.9.1 and here. Data files and model must be given,
+and the names of project and experiment are this project's. Keys of `critic.model` follow those of
+the actor's model, and `clip_ratio_low` and `clip_ratio_high` follow `clip_ratio`. All other
+defaults have the same effect.
 
 """
 
-_REFUSED_HEAD = """
-## Keys that are refused
+_REFUSED_HEAD = """\
+The first table has the refused keys that one of {count} example recipes of verl gives; a run
+refuses others in the same way. A value that asks for what happens here anyway is accepted, such as
+null or False for what is not built. Accepted as True, False or null, and without effect: {idle}.
+"""
 
-The table has the refused keys that one of {count} example recipes of verl gives. A run refuses other
-keys in the same way. Values in the last column are accepted, because they ask for what happens here
-anyway. "`False` of `KEY`" means that the whole section is accepted while `KEY` is `False`.
-
+_ENVIRONMENTS = """
+Keys of tools, interactions and agent loops (`multi_turn.*`, `agent.*`) belong to the environment
+that one of their files makes: [tasks.md](tasks.md#coming-from-verl).
 """
 
 _VALUES_HEAD = """
@@ -185,46 +173,35 @@ These values are refused:
 
 REWARDS_AND_TOOLS: Mapping[str, tuple[str, str]] = {
     "GSM8K": (
-        "texts are compared, `#### 4.0` for 4 is wrong; the last 300 characters count",
-        "numbers are compared; the whole response counts; blanks, dollar signs and a full stop are ignored",
+        "the texts of the last 300 characters are compared: `#### 4.0` for 4 is wrong",
+        "numbers of the whole response are compared",
     ),
     "MATH": (
         "texts are compared after normalising",
-        "math-verify compares meaning: what verl accepts, and `0.3333333`, `2^{10}` or `\\pm 3` for what "
-        "they are; text behind a number that is no unit is not cut off. Words are compared as text: "
-        "`listen` is not `silent`",
+        "math-verify compares meaning: what verl accepts, and `0.3333333`, `2^{10}` or `\\pm 3`",
     ),
     "`math_dapo`, `math`, `aime*`": (
-        "texts are compared after normalising; without `Answer:`, a box in the last 100 characters must hold "
-        "the exact text",
+        "as MATH; without `Answer:`, a box in the last 100 characters must hold the exact text",
         "as MATH, in the last 300 characters",
     ),
     "`numina_*`": (
-        "answers without a box count (`the answer is 34`); so does a number for a hundredth or a hundredfold "
-        "of itself",
+        "answers without a box count; so does a hundredth or a hundredfold of the number",
         "as MATH: only a box counts",
-    ),
-    "percent signs, degree signs, units": (
-        "ignored; 0.1 is not 10 %, but for `numina_*`",
-        "ignored; 0.1 is not 10 %",
     ),
     "a ground truth that cannot be read": (
         "every response is wrong, in silence",
-        "every response is wrong (GSM8K: the run stops), with the row named and counted in "
-        "`reward/failed_fraction`",
+        "every response is wrong (GSM8K: the run stops), counted in `reward/failed_fraction`",
     ),
     "a tool that raises": (
-        "the policy reads the exception and goes on",
-        "as in verl for tools of verl's files, counted as `env/tool_errors/*`; for `multi_turn.tools` "
-        "`ToolError` is what the policy reads, and any other exception fails its sample",
+        "the policy reads the exception",
+        "the same for tools of verl's files; in `multi_turn.tools` only `ToolError` is read, and any other "
+        "exception fails the sample",
     ),
     "a call that is not JSON": (
         "ignored",
         "ignored with verl's files; with `multi_turn.tools` answered with what is wrong",
     ),
     "further words of a `tool_schema` (`items` of an array)": ("left out of the prompt", "kept"),
-    "the last words of an interaction that is done": ("appended to the response", "left out"),
-    "the limit of a tool's answer": ("of its result", "of errors as well"),
 }
 """What verl does, and what happens here."""
 
@@ -232,9 +209,7 @@ _CORRECTION = """
 ## Rollout correction of every release
 
 `verl-rc migrate` reads the settings of every release since August 2025. Presets are accepted by all
-their [names](rollout_correction.md#presets), and
-[rollout_correction.md](rollout_correction.md#coming-from-verl) has the keys and metrics that were
-renamed. An example of October 2025:
+their [names](rollout_correction.md#presets). An example of October 2025:
 
 ```text
 {settings}
@@ -278,22 +253,7 @@ def _moved() -> str:
         + table(("verl", "here"), ((f"`{key}`", replacement) for key, replacement in WRITTEN_HERE.items()))
         + "\nThese must be written as they are called here, because verl itself may ignore them:\n\n"
         + table(("verl", "write"), ((f"`{key}`", f"`{new_key}`") for key, new_key in sorted(RENAMED.items())))
-        + f"\n{fill(_of_environments(), 100, break_on_hyphens=False)}\n"
-    )
-
-
-def _of_environments() -> str:
-    """The keys of tools, interactions and agent loops, in words."""
-    short = {
-        key.removeprefix("actor_rollout_ref.rollout."): here
-        for key, here in environments.WRITTEN_HERE.items()
-    }
-    arguments = _listed(key for key, here in short.items() if "argument" in here)
-    others = "; ".join(f"`{key}`: {here}" for key, here in short.items() if "argument" not in here)
-    return (
-        "Keys of tools, interactions and agent loops belong to an environment, where one of their files is "
-        f"given ([tasks.md](tasks.md#coming-from-verl)). {arguments} are its arguments of the "
-        f"same names. {others}."
+        + _ENVIRONMENTS
     )
 
 
@@ -302,13 +262,18 @@ def _refused() -> str:
     recipes = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RECIPES.glob("*.json"))]
     typed = {word.lstrip("+").partition("=")[0] for recipe in recipes for word in recipe["overrides"]}
     refusals = dict(sorted(entry for key in typed if (entry := refusal_of(moved(key))) is not None))
-    keys_by_row: dict[tuple[str, str], list[str]] = defaultdict(list)
+    idle = [
+        key for key, refusal in refusals.items() if True in refusal.accepted and False in refusal.accepted
+    ]
+    keys_by_reason: dict[str, list[str]] = defaultdict(list)
     for key, refusal in refusals.items():
-        keys_by_row[refusal.reason, _accepted(refusal)].append(key)
-    rows = ((_listed(keys), reason, accepted) for (reason, accepted), keys in keys_by_row.items())
+        if key not in idle:
+            keys_by_reason[refusal.reason].append(key)
+    rows = ((_listed(keys), reason) for reason, keys in keys_by_reason.items())
+    head = fill(_REFUSED_HEAD.format(count=len(recipes), idle=_listed(idle)), 100, break_on_hyphens=False)
     return (
-        _REFUSED_HEAD.format(count=len(recipes))
-        + table(("verl", "why, and what instead", "accepted"), rows)
+        f"\n## Keys that are refused\n\n{head}\n\n"
+        + table(("verl", "why, and what instead"), rows)
         + _VALUES_HEAD
         + table(("key", "values", "write"), _refused_values())
     )
@@ -329,12 +294,6 @@ def _listed(keys: Iterable[str]) -> str:
     return ", ".join(f"`{key}`" for key in keys)
 
 
-def _accepted(refusal: Refusal) -> str:
-    """Values that are accepted for a refused key, in the syntax of overrides."""
-    words = ", ".join(f"`{_override_value(value)}`" for value in refusal.accepted)
-    return f"{words} of `{refusal.switch}`" if refusal.switch and words else words
-
-
 def _override_value(value: object) -> str:
     """A value in the syntax of overrides."""
     return "null" if value is None else "''" if value == "" else str(value)
@@ -349,7 +308,7 @@ def _defaults() -> str:
     """The table of other defaults; keys with the same defaults for the same reason share a row."""
     keys_by_row: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for key, (verl_default, reason) in OTHER_DEFAULTS.items():
-        if key not in SAME_KEYS and reason not in _SAID_ELSEWHERE:
+        if key not in SAME_KEYS and reason not in _NOT_IN_THE_TABLE:
             keys_by_row[f"`{_override_value(verl_default)}`", _own_default(key), reason].append(key)
     rows = ((_listed(keys), *defaults_and_reason) for defaults_and_reason, keys in keys_by_row.items())
     return _DEFAULTS_HEAD + table(("key", "in verl", "here", "why"), rows)
