@@ -131,11 +131,11 @@ def _imported(tree: ast.Module) -> set[str]:
     return names
 
 
-def _rows_below(page: Path, header: str) -> int:
-    """Rows of all tables of a page that begin with ``header``."""
+def _names_below(page: Path, header: str) -> int:
+    """Names in the first cells of all tables of a page that begin with ``header``."""
     text = page.read_text(encoding="utf-8") if page.is_file() else ""
     tables = re.findall(rf"^\| {re.escape(header)} \|.*\n\|[- |]+\n((?:\|.*\n)*)", text, re.MULTILINE)
-    return sum(len(rows.splitlines()) for rows in tables)
+    return sum(row.split(" | ")[0].count("`") // 2 for rows in tables for row in rows.splitlines())
 
 
 def _lines(folder: Path) -> int:
@@ -156,8 +156,8 @@ def house(checkout: Path) -> dict[str, int]:
         "statements that a run can reach": package.statements(package.reached([*_RUN, *engines])),
         "statements of correction": Package(checkout / "verl_rc" / "correction").statements(),
         "rooms of the package": package.rooms,
-        "configuration keys": _rows_below(checkout / "docs/configuration.md", "key"),
-        "metrics": _rows_below(checkout / "docs/metrics.md", "Name"),
+        "configuration keys": _names_below(checkout / "docs/configuration.md", "key"),
+        "metrics": _names_below(checkout / "docs/metrics.md", "Name"),
         "words of documents": sum(len(page.read_text(encoding="utf-8").split()) for page in pages),
         "lines of scripts": _lines(checkout / "scripts"),
         "lines of tests for 100 of the package": 100 * _lines(checkout / "tests") // sum(package.sizes),

@@ -21,15 +21,15 @@ _CONFIGS = Path(__file__).parents[2] / "configs"
 _WIDTH = 100
 _HEAD = """# Configuration
 
-Every key of `python -m verl_rc.main_ppo key=value …`, with its default.
-`python -m scripts.documents` writes this page from the schema, and
-[configs/reference.yaml](../configs/reference.yaml): the same as YAML to copy from.
+Every key of `python -m verl_rc.main_ppo key=value …`, with its default, as
+`python -m scripts.documents` writes it from the schema.
+[configs/reference.yaml](../configs/reference.yaml) is the same as YAML to copy from.
 
 {names}
 
 ## Groups
 
-A group sets several keys at once. These come with the package:
+A group sets several keys at once:
 
 {groups}
 ```bash
@@ -40,23 +40,22 @@ python -m verl_rc.main_ppo task=digits hardware=cpu --multirun correction=decoup
 ```
 
 What wins, the weakest first: the schema's defaults, the run file, `hardware`, `model`, `task`,
-`async`, `correction`, and the keys of the command line. A later key wins over an earlier one. No
-two of these groups set the same key. A task brings the model that it is usually trained with,
-`model=NAME` takes another, and `GROUP=null` or `~GROUP` takes none. A group may be given once.
-`correction=NAME` is short for `algorithm.rollout_correction.preset=NAME`, which fills the leaves of
-that section that were not given anywhere.
+`async`, `correction`, and the keys of the command line, the last of which wins. No two of these
+groups set the same key, and a group may be given once. A task brings a model; `model=NAME` takes
+another, and `GROUP=null` or `~GROUP` takes none. `correction=NAME` is short for
+`algorithm.rollout_correction.preset=NAME`, which fills the leaves of that section that were not
+given anywhere.
 
-Files of your own: `--config-dir DIR --config-name NAME` begins with the run file `DIR/NAME.yaml`. A
-run file may choose from the groups itself, as Hydra's files do: with
-`defaults: [ppo_trainer, _self_]` its keys win over theirs. A folder `DIR/hardware` holds further
-choices of a group, and any other folder is a new group. `--config-path` is the same with precedence
-over `--config-dir`; both are relative to where you are.
+Files of your own: `--config-dir DIR --config-name NAME` begins with the run file `DIR/NAME.yaml`,
+which may choose from the groups as Hydra's files do: with `defaults: [ppo_trainer, _self_]` its
+keys win over theirs. A folder `DIR/hardware` holds further choices of a group, and any other folder
+is a new group. `--config-path` has precedence over `--config-dir`; both are relative to where you
+are.
 
 As in Hydra, `--cfg=job|hydra|all`, `--resolve`, `--package`, `--info` and `--help` print and stop,
 `~KEY` takes a key back, and `--multirun` makes a run for each combination of values, one after the
-other. Runs of a sweep that name the same `trainer.default_local_dir` write to folders 0, 1, … below
-it. Lists of rules and thresholds hold commas, so that a sweep over them is written
-`choice(2.0,3.0)`. `main_sft` has the same options and no groups.
+other, in folders 0, 1, … where `trainer.default_local_dir` is the same. A sweep over thresholds is
+written `choice(2.0,3.0)`. `main_sft` has the same options and no groups.
 """
 OWN_SECTIONS = (
     "actor_rollout_ref.rollout.environment",
@@ -90,38 +89,43 @@ def sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, ty
 def render() -> str:
     """The whole page."""
     names = (
-        "Keys that verl has too have verl's names, but for "
+        "Keys that verl has too have verl's names, except "
         "[those that moved](migration_from_verl.md#keys-by-another-name). verl lacks the sections "
-        f"{_listed(OWN_SECTIONS)}, the options of the losses {_listed(OWN_LOSSES)}, and single keys "
-        "of other sections."
+        f"{_listed(OWN_SECTIONS)}, the options of the losses {_listed(OWN_LOSSES)}, and single keys."
     )
     parts = [_HEAD.format(groups=table(("group", "choices"), _groups()), names=_filled(names))]
-    first: dict[str, str] = {}
+    first: dict[str, tuple[str, str]] = {}
+    keys_by_row: dict[str, dict[tuple[str, str], list[str]]] = {}
     for name, model in sections(RunConfig):
-        leaves = [
-            (leaf, field)
-            for leaf, field in model.model_fields.items()
-            if section_of(field.annotation) is None
-        ]
-        rows = (
-            (
-                f"`{leaf}`",
-                "required" if field.is_required() else f"`{field.default!r}`",
-                _meaning_once(field, f"{name}.{leaf}", first),
-            )
-            for leaf, field in leaves
-        )
-        parts.append(f"\n## {name}\n\n{table(('key', 'default', 'meaning'), rows)}")
+        parent, _, last = name.rpartition(".")
+        leaves = {
+            leaf: field for leaf, field in model.model_fields.items() if section_of(field.annotation) is None
+        }
+        is_alone = len(leaves) == 1 and parent in keys_by_row
+        rows = keys_by_row.setdefault(parent if is_alone else name, {})
+        for leaf, field in leaves.items():
+            cells = _default_and_meaning(field, f"{name}.{leaf}", first)
+            rows.setdefault(cells, []).append(f"{last}.{leaf}" if is_alone else leaf)
+    for name, section in keys_by_row.items():
+        cells_of_rows = ((_listed(keys), *cells) for cells, keys in section.items())
+        parts.append(f"\n## {name}\n\n{table(('key', 'default', 'meaning'), cells_of_rows)}")
     return "".join([*parts, *_algorithms()])
 
 
-def _meaning_once(field: FieldInfo, key: str, first: dict[str, str]) -> str:
-    """What ``key`` means, or the key that means the same and comes ``first`` on the page."""
-    followed, meaning = followed_key(field), _meaning(field)
-    if followed is not None and followed.rpartition(".")[2] == key.rpartition(".")[2]:
-        return f"Null: that of ``{followed}``."
-    said = first.setdefault(meaning, key)
-    return meaning if said == key else f"As ``{said}``."
+def _default_and_meaning(field: FieldInfo, key: str, first: dict[str, tuple[str, str]]) -> tuple[str, str]:
+    """Default and meaning of ``key``, or where they stand: the key that means the same and comes ``first`` on
+    the page, or its section where the name is the same."""
+    default = "required" if field.is_required() else f"`{field.default!r}`"
+    leaf, followed, meaning = key.rpartition(".")[2], followed_key(field), _meaning(field)
+    if followed is not None and followed.rpartition(".")[2] == leaf:
+        return default, f"Null: as in ``{followed.rpartition('.')[0]}``."
+    said, default_there = first.setdefault(meaning, (key, default))
+    section, _, leaf_there = said.rpartition(".")
+    if said == key:
+        return default, meaning
+    if (leaf, default) == (leaf_there, default_there):
+        return "as there", f"As in ``{section}``."
+    return default, f"As ``{said}``."
 
 
 def _filled(text: str) -> str:
@@ -139,13 +143,17 @@ def _algorithms() -> Iterator[str]:
     averages = (
         (
             f"`{name}`",
-            f"{spec.average_of('l')}; "
-            + spec.divisors.format(counted="response tokens", factor="`loss_scale_factor`"),
+            spec.average_of("l"),
             spec.source,
         )
         for name, spec in AGGREGATIONS.items()
     )
-    yield "\n## Averages of token losses\n\n" + table(("`loss_agg_mode`", "average", "source"), averages)
+    yield (
+        "\n## Averages of token losses\n\nl is the loss of a token and m its mask. N and S are the response "
+        "tokens and the rows with any,\nof the mini-batch over all ranks; n are the response tokens of a "
+        "row; F is `loss_scale_factor`.\n\n"
+    )
+    yield table(("`loss_agg_mode`", "average", "source"), averages)
     yield (
         "\n## Advantage estimators\n\nA of a token; s is the row's score, g its group: the rows that answer "
         "one prompt.\n\n"
@@ -167,7 +175,7 @@ def _loss_cells(name: str, loss: LossSpec) -> tuple[str, ...]:
     mode = f"`{name}`" if loss.is_loss_mode else f"(`loss_type={name}`)"
     average = f", averaged `{loss.aggregation}`" if loss.aggregation else ""
     options = _listed(option.key for option in loss.options)
-    return mode, f"{loss.title}: {loss.formula}{average}", options, loss.source
+    return mode, f"{loss.formula}{average}", options, loss.source
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -18,14 +18,13 @@ class KlControlConfig(StrictModel):
     """``algorithm.kl_ctrl.*``: the weight of the KL penalty in the reward."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """``adaptive``: the weight follows the divergence that is observed."""
+    """``adaptive``: the weight follows the observed divergence."""
     kl_coef: float = Field(0.001, ge=0)
     """Weight in reward per nat; the initial value of an adaptive weight."""
     target_kl: float = Field(0.1, gt=0)
     """Target divergence of an adaptive weight, nats per token."""
     horizon: int = Field(10_000, ge=1)
-    """Time constant of an adaptive weight, in rows: at a relative error of 1 the weight would double in this
-    many rows."""
+    """Rows in which an adaptive weight would double at a relative error of 1."""
 
 
 class FilterGroupsConfig(StrictModel):
@@ -33,42 +32,37 @@ class FilterGroupsConfig(StrictModel):
     samples differ."""
 
     enable: bool = False
-    """Drop prompts whose samples all have the same ``metric`` and draw further prompts until
-    ``data.train_batch_size`` remain; surplus prompts are dropped too. A dropped prompt is used again in the
-    next epoch. Epochs beyond ``trainer.total_epochs`` start where the number of steps needs them. In an
-    asynchronous run a prompt is replaced as soon as its samples are scored, and surplus prompts stay for the
-    next step."""
+    """Drop prompts whose samples all have the same ``metric`` and draw others until ``data.train_batch_size``
+    remain; surplus prompts are dropped, in an asynchronous run kept for the next step. A dropped prompt is
+    used again in the next epoch, beyond ``trainer.total_epochs`` if the steps need it."""
     metric: str = "reward"
-    """The quantity by which samples of a prompt are compared: ``reward`` (or ``seq_reward``,
-    ``seq_final_reward``, its synonyms), ``score`` (the reward before the overlong penalty), or a numeric
-    column that the reward function returns, e.g. ``acc``."""
+    """What is compared: ``reward`` (synonyms ``seq_reward``, ``seq_final_reward``), ``score`` (before the
+    overlong penalty), or a numeric column of the reward function, e.g. ``acc``."""
     max_num_gen_batches: int = Field(0, ge=0)
-    """Maximum batches of ``data.gen_batch_size`` prompts per step; a step that needs more ends the run. 0: no
-    limit."""
+    """Maximum batches of ``data.gen_batch_size`` prompts per step; one more ends the run. 0: no limit."""
 
 
 class AlgorithmConfig(StrictModel):
     """``algorithm.*``."""
 
     adv_estimator: str = "gae"
-    """Advantage estimator: a name, or ``module:function`` for one of your own; the table of advantage
-    estimators below says what each computes."""
+    """Advantage estimator: a name of the table of advantage estimators, or ``module:function`` for one of
+    your own."""
     adv_estimator_inputs: list[EstimatorInput] = []
-    """What a ``module:function`` estimator reads beside rewards, mask and groups; the run computes these for
-    it. For a name of the table it is known."""
+    """What a ``module:function`` estimator reads beside rewards, mask and groups."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token."""
     lam: float = Field(1.0, ge=0, le=1)
     """GAE's lambda."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide group advantages by the group's standard deviation; False is Dr.GRPO."""
+    """Divide group advantages by the group's standard deviation; False is Dr. GRPO."""
     turn_credit: Literal["episode", "turn"] = "episode"
-    """``turn``: the tokens of a turn are credited with the rewards from that turn on (arXiv:2511.14846,
-    undiscounted), compared with those of the group's samples from their turn of the same number; 0 where no
-    other sample has one. ``episode``: all turns are credited with the sum."""
+    """``turn``: a turn's tokens are credited with the rewards from that turn on, undiscounted, compared with
+    the same turn of the group's other samples (arXiv:2511.14846); 0 where there is none. ``episode``: all
+    turns are credited with the sum."""
     gdpo_reward_keys: list[str] | None = None
-    """``gdpo``: columns returned by the reward function that are normalised one by one; ``score`` is the
-    score itself."""
+    """``gdpo``: columns of the reward function that are normalised one by one; ``score`` is the score itself.
+    """
     gdpo_reward_weights: list[float] | None = None
     """``gdpo``: their weights; null: 1 each."""
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
@@ -84,7 +78,7 @@ class AlgorithmConfig(StrictModel):
 
     @property
     def estimator(self) -> EstimatorSpec | None:
-        """The advantage estimator; None: a function of the user's own."""
+        """The advantage estimator. None for a function of the user's own."""
         return ADVANTAGE_ESTIMATORS.get(self.adv_estimator)
 
     def estimator_reads(self, name: EstimatorInput) -> bool:

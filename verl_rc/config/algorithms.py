@@ -59,14 +59,14 @@ class RatioOptions(StrictModel):
     """Options of losses directly in ``actor_rollout_ref.actor``, as in verl."""
 
     clip_ratio: float = Field(0.2, ge=0)
-    """Clip range of the probability ratio on both sides, where the next two are null."""
+    """Clip range of the ratio on both sides."""
     clip_ratio_low: float | None = follows("actor_rollout_ref.actor.clip_ratio", ge=0)
-    """Clip range below 1. ``dppo_tv``: a difference of probabilities, ``dppo_kl``: nats."""
+    """Clip range below 1; in ``dppo_tv`` a difference of probabilities, in ``dppo_kl`` nats."""
     clip_ratio_high: float | None = follows("actor_rollout_ref.actor.clip_ratio", ge=0)
-    """Clip range above 1. In the units of ``clip_ratio_low``."""
+    """Clip range above 1, in the same units."""
     clip_ratio_c: float = Field(3.0, gt=1)
-    """Dual clip: where the advantage is negative, a token's loss is at most this many times the advantage's
-    size. ``dppo_*``, ``aspo``: the largest ratio that counts."""
+    """Dual clip: largest loss of a token with a negative advantage, in multiples of the advantage's size.
+    ``dppo_*``, ``aspo``: the largest ratio that counts."""
     tau_pos: float = Field(1.0, gt=0)
     """Temperature of ``sapo`` where the advantage is positive."""
     tau_neg: float = Field(1.05, gt=0)
@@ -83,42 +83,41 @@ class PolicyLossOptions(StrictModel):
     """Options of losses in ``actor_rollout_ref.actor.policy_loss``."""
 
     dro_beta: float | None = Field(None, gt=0)
-    """Weight of the quadratic penalty of ``dro``, which needs it."""
+    """``dro``, which needs it: weight of the quadratic penalty."""
     clip_cov_ratio: float = Field(2e-4, gt=0, le=1)
     """``clip_cov``: share of a mini-batch's tokens that is dropped, at least one."""
     clip_cov_lb: float = 1.0
-    """``clip_cov``: tokens may be dropped where the covariance of advantage and log-prob is above this."""
+    """``clip_cov``: covariance of advantage and log-prob above which a token may be dropped."""
     clip_cov_ub: float = 5.0
-    """``clip_cov``: tokens may be dropped where that covariance is below this, and above ``clip_cov_lb``."""
+    """``clip_cov``: covariance below which a token may be dropped."""
     kl_cov_ratio: float = Field(2e-4, gt=0, le=1)
-    """``kl_cov``: share of a mini-batch's tokens that is penalised, at least one: those of the largest
-    covariance."""
+    """``kl_cov``: share of a mini-batch's tokens that is penalised, at least one, by largest covariance."""
     ppo_kl_coef: float = Field(0.1, ge=0)
-    """``kl_cov``: weight of the penalty on the distance of log-prob and old log-prob, per nat."""
+    """``kl_cov``: weight of the penalty on |log-prob − old log-prob|, per nat."""
     m2_threshold: float = Field(0.04, gt=0)
-    """``m2po``: largest mean of the squared log-ratios of the tokens that are kept, in squared nats."""
+    """``m2po``: largest mean squared log-ratio of the kept tokens, squared nats."""
     adv_ratio_target: float = Field(0.5, ge=0)
-    """``bapo``: what positive advantages weigh at least, as a multiple of what negative ones do."""
+    """``bapo``: least weight of positive advantages, in multiples of that of negative ones."""
     ratio_lower_start: float = Field(0.6, ge=0)
-    """``bapo``: lower bound of the ratio to begin with, a ratio and no distance from 1."""
+    """``bapo``: first lower bound of the ratio."""
     ratio_lower_max: float = Field(0.9, ge=0)
-    """``bapo``: the lower bound where positive advantages weigh too little."""
+    """``bapo``: lower bound where positive advantages weigh too little."""
     ratio_upper_start: float = Field(1.2, gt=0)
-    """``bapo``: upper bound of the ratio to begin with."""
+    """``bapo``: first upper bound of the ratio."""
     ratio_upper_max: float = Field(3.0, gt=0)
-    """``bapo``: its largest value."""
+    """``bapo``: largest upper bound."""
     ratio_upper_step: float = Field(0.05, gt=0)
-    """``bapo``: by how much it moves at a time."""
+    """``bapo``: step by which the upper bound rises."""
     kl_tau: float = Field(1e-3, ge=0)
-    """``prime_rl``: weight of the penalty on the squared log-ratio, per squared nat."""
+    """``prime_rl``: weight of the squared log-ratio, per squared nat."""
     vespo_k_pos: float = Field(2.0, ge=0)
     """``vespo``: power of a sequence's ratio where the advantage is not negative."""
     vespo_lambda_pos: float = Field(3.0, gt=0)
-    """``vespo``: decay in that ratio there."""
+    """``vespo``: decay in that ratio."""
     vespo_k_neg: float = Field(3.0, ge=0)
-    """``vespo``: power of the ratio where the advantage is negative."""
+    """``vespo``: that power where the advantage is negative."""
     vespo_lambda_neg: float = Field(2.0, gt=0)
-    """``vespo``: decay in the ratio there."""
+    """``vespo``: that decay where the advantage is negative."""
 
     @model_validator(mode="after")
     def _some_covariance_is_between(self) -> "PolicyLossOptions":
@@ -152,11 +151,11 @@ class LossOption:
     """An option that a loss reads."""
 
     key: str
-    """Under ``actor_rollout_ref.actor``."""
+    """Its name below ``actor_rollout_ref.actor``."""
     symbol: str
     """Its symbol in the formula."""
     condition: str = ""
-    """On which tokens it acts, in words; empty: on all."""
+    """The tokens on which it acts, in words. Empty for all."""
     is_required: bool = False
     """Losses that read it do not run without a value; all others refuse one."""
 
@@ -187,15 +186,15 @@ class LossSpec:
     only_negative: tuple[LossOption, ...] = ()
     """Options that have an effect only where the advantage is negative."""
     aggregation: LossAggregation | None = None
-    """An average that overrides ``loss_agg_mode``; None: ``loss_agg_mode`` applies."""
+    """The average that overrides ``loss_agg_mode``, if any."""
     is_per_row: bool = False
     """A row has one term and one weight, the geometric mean of its tokens' weights."""
     reads_mini_batch: bool = False
     """It depends on the whole mini-batch, whose tokens a pass without gradient looks at first."""
     clipped: str | None = None
-    """The tokens that ``actor/pg_clipfrac`` counts; None: it is not reported."""
+    """The tokens that ``actor/pg_clipfrac`` counts. None if it is not reported."""
     clipped_lower: str | None = None
-    """The tokens that ``actor/pg_clipfrac_lower`` counts; None: it is not reported."""
+    """The tokens that ``actor/pg_clipfrac_lower`` counts. None if it is not reported."""
     ppo_kl: Literal["clamped", "whole", "distance", "none"] = "clamped"
     """What ``actor/ppo_kl`` averages: old − current log-prob, clamped to ±20 nats as in the ratio, or whole;
     its absolute value; or nothing."""
@@ -494,7 +493,7 @@ class EstimatorSpec:
     """It subtracts the score of a whole response from returns to go: rewards of turns count at its end, as
     their sum. Else a late turn would have to earn again what earlier ones have earned."""
     same_as: str | None = None
-    """The estimator that this name is an alias of; None: it is none."""
+    """The estimator that this name is an alias of, if any."""
 
     @property
     def compares_groups(self) -> bool:

@@ -209,6 +209,6 @@ def _staging(config: RunConfig) -> Iterator[str]:
 
 
 def _whole_steps(publications: Fraction, interval: int, up: bool = False) -> float:
-    """``publications``, one of which follows every ``interval`` steps, rounded to whole steps."""
+    """``publications``, rounded so that they are whole steps; ``interval`` steps lie between two."""
     steps = interval * publications
     return float(Fraction(math.ceil(steps) if up else math.floor(steps), interval))

@@ -20,47 +20,43 @@ class AsyncTrainingConfig(StrictModel):
     """
 
     staleness_threshold: float = Field(0.0, ge=0)
-    """Publications that generation may be ahead of training, >= 0: the usual age of what is trained on. 0
-    with ``trigger_parameter_sync_step=1``: synchronous."""
+    """Publications that generation may be ahead of training. 0 with ``trigger_parameter_sync_step=1``:
+    synchronous."""
     max_off_policy_threshold: float | None = Field(None, ge=0)
-    """The hard bound of ages in publications, at least ``staleness_threshold``: nothing older is trained on.
-    null: ``staleness_threshold`` + 1; ``staleness_threshold`` itself where it is 0, with ``order=admitted``,
-    and with ``partial_rollout=False``."""
+    """Largest age of what is trained on, in publications, at least ``staleness_threshold``. null:
+    ``staleness_threshold``, plus 1 where it is above 0 and partial rollouts are trained on in the order of
+    completion."""
     max_off_policy_strategy: Literal["wait", "drop"] = "wait"
-    """What becomes of a group that would pass the hard bound: the trainer waits for it, or it is dropped and
-    another one takes its place, which trains on shorter answers than were sampled. ``drop`` needs
-    ``max_off_policy_threshold``. Both act in the order of completion and with partial rollouts alone: whole
-    responses, and the order of admission, keep the bound by themselves."""
+    """``wait``: the trainer waits for a group that would pass this bound. ``drop``: the group is replaced,
+    which trains on shorter answers; needs ``max_off_policy_threshold``. For partial rollouts in the order of
+    completion."""
     trigger_parameter_sync_step: int = Field(1, ge=1)
-    """Training steps from one publication to the next, >= 1. ``trainer.test_freq`` must be a multiple of it,
-    and ``trainer.save_freq`` is rounded up to one: only a step that publishes is validated and saved."""
+    """Training steps between publications. Only a step that publishes is validated and saved:
+    ``trainer.test_freq`` must be a multiple, ``trainer.save_freq`` is rounded up to one."""
     require_batches: int | None = Field(None, ge=1)
-    """Mini-batches (``actor.ppo_mini_batch_size`` prompts each) of a step, which is then
-    ``data.train_batch_size``; null: that key says it."""
+    """Mini-batches of a step, of ``actor.ppo_mini_batch_size`` prompts each; null: ``data.train_batch_size``
+    is the size of a step."""
     partial_rollout: bool = True
-    """Hand new weights to engines under running responses, which go on with them; False: an engine finishes
-    what it has first, so that every response has one version. Without effect in a synchronous run, where
-    nothing runs at a publication."""
+    """Running responses go on with new weights. False: engines finish them first, so that every response has
+    one version. Without effect in a synchronous run."""
     kv_cache_on_update: Literal["recompute", "keep"] = "recompute"
-    """What becomes of the KV cache of running responses at a publication: computed again by the new weights,
-    or kept, which is cheaper for long contexts and widens the gap between rollout and trainer."""
+    """KV cache of running responses at a publication: computed again by the new weights, or kept, which is
+    cheaper and widens the gap."""
     order: Literal["auto", "admitted", "ready"] = "auto"
-    """Order in which groups are trained on: that of their admission, or that of their completion, the oldest
-    version first. ``auto``: ready with partial rollouts, else admitted."""
+    """Order in which groups are trained on: that of admission, or that of completion, the oldest version
+    first. ``auto``: ready with partial rollouts, else admitted."""
     max_concurrent_rollouts: int | None = Field(None, ge=1)
-    """Samples of one engine that have begun and not ended, those that wait for tools included; the others
-    wait, and the lowest numbers begin first. Validation does not count. null: no limit but
-    ``rollout.max_num_seqs``, of those that are decoded."""
+    """Training samples of one engine that have begun and not ended, waits for tools included. null: no limit
+    but ``rollout.max_num_seqs``."""
     max_token_age: int | None = Field(None, ge=0)
-    """Tokens older than this many steps leave the loss and are counted as rejected; the advantage baseline
-    keeps their samples. null: none."""
-    group_timeout_seconds: float | None = Field(None, gt=0)
-    """Longest time from a group's first request to its last answer, seconds, with the time it waits in an
-    engine; one that takes longer is sampled once more, then counted as failed and replaced. null: no limit.
+    """Age in steps above which tokens leave the loss; the advantage baseline keeps their samples. null: none.
     """
+    group_timeout_seconds: float | None = Field(None, gt=0)
+    """Time limit of a group from its first request to its last answer, seconds; a later one is sampled once
+    more, then replaced. null: no limit."""
     deterministic_steps: int | None = Field(None, ge=1)
-    """Engine steps per version after which engines wait for new weights, so that partial rollouts are equal
-    to the bit from run to run; for tests. null: engines never wait."""
+    """Engine steps per version, after which engines wait for new weights, so that partial rollouts repeat to
+    the bit; for tests. null: engines never wait."""
     trace: bool = False
     """Write ``trace.jsonl`` into the run's folder: who did what, when and for which step."""
 

@@ -30,28 +30,25 @@ class DistillationLossConfig(StrictModel):
     """``distillation.distillation_loss.*``: what the teacher's log-probs do."""
 
     loss_mode: KlKind | Literal["forward_kl_topk"] = "k3"
-    """Estimate of KL(current || teacher) of each sampled token. Pass ``k1`` with ``use_policy_gradient``. Or
-    ``forward_kl_topk``: KL(teacher || current) in the token's place, over the ``topk`` tokens that the
-    teacher finds most likely there."""
+    """Estimate of KL(current || teacher) of each sampled token (``k1`` needs ``use_policy_gradient``), or
+    ``forward_kl_topk``: KL(teacher || current) over the teacher's ``topk`` likeliest tokens."""
     topk: int = Field(32, ge=1)
-    """``forward_kl_topk``: how many tokens; all where the vocabulary has fewer."""
+    """``forward_kl_topk``: number of tokens."""
     log_prob_min_clamp: float | None = Field(None, lt=0)
-    """``forward_kl_topk``: log-probs below it count as it, nats; null: none."""
+    """``forward_kl_topk``: lower bound of log-probs, nats; null: none."""
     use_policy_gradient: bool = False
-    """True: minus the estimate is the token's advantage in a clipped policy loss. False: the estimate itself
-    is differentiated; the gradient of ``k3`` is that of KL(teacher || current), that of ``k2`` and of those
-    with a ``+`` is that of KL(current || teacher)."""
+    """True: minus the estimate is the token's advantage in a clipped policy loss. False: the estimate is
+    differentiated (docs/distillation.md has the gradients)."""
     use_task_rewards: bool = True
-    """Train on the task's rewards too; False: on the teacher alone."""
+    """Train on the task's rewards too."""
     distillation_loss_coef: float = Field(1.0, ge=0)
     """Weight of the teacher's term beside the task's."""
     loss_max_clamp: float | None = Field(None, gt=0)
     """Largest absolute value of a token's estimate, nats; null: none."""
     policy_loss_mode: Literal["vanilla"] = "vanilla"
-    """Policy loss with ``use_policy_gradient``: PPO's clip. In bypass mode a loss that ``loss_type`` names,
-    ``reinforce`` or ``topr``, takes its place, as for the task."""
+    """Policy loss with ``use_policy_gradient``: PPO's clip, or in bypass mode the ``loss_type``."""
     clip_ratio: float = Field(0.2, ge=0)
-    """Its clip range on both sides, where the next two are null."""
+    """Its clip range on both sides."""
     clip_ratio_low: float = follows(f"{_LOSS}.clip_ratio", ge=0)
     """Its clip range below 1."""
     clip_ratio_high: float = follows(f"{_LOSS}.clip_ratio", ge=0)
@@ -66,7 +63,7 @@ class DistillationConfig(StrictModel):
     teacher_models: TeacherModelsConfig = TeacherModelsConfig()
     """The teacher."""
     distillation_loss: DistillationLossConfig = DistillationLossConfig()
-    """What its log-probs do."""
+    """The loss that its log-probs make."""
 
     @property
     def teacher(self) -> TeacherConfig:
@@ -75,7 +72,7 @@ class DistillationConfig(StrictModel):
 
     @property
     def loss(self) -> DistillationLossConfig | None:
-        """What a teacher's log-probs do; None: there is no teacher."""
+        """The loss that the teacher's log-probs make. None without a teacher."""
         return self.distillation_loss if self.enabled else None
 
     @property

@@ -136,7 +136,7 @@ class FolderClaim:
 
 
 def living_owner(folder: Path) -> str | None:
-    """Why no run can begin in ``folder`` now: the sentence about another run that lives; None: one can."""
+    """The sentence that refuses a run in ``folder`` because another one lives there. None if none does."""
     path = folder.expanduser() / OWNER_FILE
     found = _read(path)
     return None if found is None or _seconds_to_watch(path, found) < math.inf else _taken(folder, found)

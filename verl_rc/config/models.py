@@ -11,11 +11,11 @@ from verl_rc.config.algorithms import LossAggregation, PolicyLossOptions, RatioO
 from verl_rc.config.schema import StrictModel, UserPath, follows
 
 ENGINE_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""For which largest ranks an engine can make room for adapters (vLLM 0.32)."""
+"""The ranks of adapters for which an engine can make room (vLLM 0.32)."""
 
 
 def adapter_room(rank: int) -> int:
-    """The largest rank of which an engine makes room for adapters of this one; 0 for none."""
+    """The rank for which an engine makes room to hold adapters of ``rank``; 0 for none."""
     return next(room for room in (0, *ENGINE_ADAPTER_RANKS) if room >= rank)
 
 
@@ -23,9 +23,8 @@ class LoraConfig(StrictModel):
     """``model.lora.*``."""
 
     merge: bool = True
-    """Engines get the adapters merged into the weights, and every update has all weights. False: they get the
-    weights once and then the adapters alone, which they apply beside the weights, in ``rollout.dtype``:
-    quantised weights stay as they are, and sampling takes longer."""
+    """True: engines get weights with the adapters merged in. False: they get the weights once, then only
+    adapters, which they apply beside the weights in ``rollout.dtype``; sampling takes longer."""
 
 
 class ModelConfig(StrictModel):
@@ -36,25 +35,24 @@ class ModelConfig(StrictModel):
     use_remove_padding: bool = True
     """Pack the real tokens of a micro-batch instead of padding every row to the longest."""
     enable_gradient_checkpointing: bool | None = None
-    """Recompute activations in the backward pass: less memory, about a third more time. Null: true on GPUs,
-    false on a CPU, where time is scarcer than memory."""
+    """Recompute activations in the backward pass: less memory, a third more time. Null: true on GPUs, false
+    on a CPU."""
     trust_remote_code: bool = False
-    """Run code that comes with the model. Off unless you trust its author."""
+    """Run code that comes with the model."""
     lora_rank: int = Field(0, ge=0)
-    """Rank of LoRA adapters; 0 trains all parameters. The reference policy is then the actor without its
-    adapters."""
+    """Rank of LoRA adapters; 0 trains all parameters. With adapters the reference policy is the actor without
+    them."""
     lora_alpha: int = Field(16, ge=1)
-    """Scale of the adapters: their product counts lora_alpha / lora_rank times."""
+    """Scale of the adapters, which are multiplied by lora_alpha / lora_rank."""
     target_modules: str | list[str] = "all-linear"
-    """Modules that get an adapter: names, a regular expression, or ``all-linear`` (every linear layer but the
-    output)."""
+    """Modules that get an adapter: names, a regular expression, or ``all-linear`` (every linear layer except
+    the output)."""
     exclude_modules: str | list[str] | None = None
     """Modules that get none: names or a regular expression."""
     lora: LoraConfig = LoraConfig()
     """How adapters get to the engines."""
     head_dtype: Literal["float32"] | None = None
-    """Precision of the output layer, in actor, reference and engines alike: with ``float32`` logits are
-    products in float32 of weights and hidden states in their ``dtype``. Null: products in ``dtype``, too."""
+    """Precision in which actor, reference and engines compute logits. Null: the ``dtype`` of each."""
 
     @property
     def adapter_rank(self) -> int:
@@ -125,14 +123,13 @@ class FsdpConfig(StrictModel):
     """``*.fsdp_config.*``: sharding and precision."""
 
     fsdp_size: int = Field(-1, ge=-1)
-    """Ranks that share one copy of the weights and moments, neighbours: with the number of GPUs of a node,
-    layers are gathered inside nodes, and only gradients travel between them, for more memory. It divides the
-    number of ranks; -1: all of them."""
+    """Neighbouring ranks that share one copy of weights and moments, a divisor of their number; -1: all. With
+    the GPUs of a node, only gradients travel between nodes, for more memory."""
     model_dtype: Precision = "fp32"
-    """Precision of the master weights that the optimizer updates; no float16 where a model learns."""
+    """Precision of the master weights; no float16 where a model learns."""
     dtype: Precision = "bfloat16"
-    """Precision of forward and backward. Where a model learns in float16, its loss has a dynamic scale; that
-    needs a GPU, or a CPU with products in float16."""
+    """Precision of forward and backward. Training in float16 scales the loss, and needs a GPU or a CPU with
+    float16 products."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights between forward and backward: less memory, one more all-gather."""
     param_offload: bool = False
@@ -140,10 +137,8 @@ class FsdpConfig(StrictModel):
     optimizer_offload: bool = False
     """The same for the optimizer's moments."""
     ulysses_sequence_parallel_size: int = Field(1, ge=1)
-    """Ranks that share the tokens of each micro-batch (Ulysses): a rank computes an equal part of them, and
-    in attention, after an all-to-all, an equal part of the heads over all of them. It must divide the ranks
-    and the attention heads. A micro-batch then has that many times ``*_max_token_len_per_gpu`` tokens, and
-    rows that many times longer fit."""
+    """Ranks that share the tokens, and in attention the heads, of each micro-batch, which then has that many
+    times ``*_max_token_len_per_gpu`` tokens. It divides the ranks and the heads."""
 
     def ranks_per_copy(self, ranks: int) -> int:
         """Ranks of ``ranks`` that share one copy of the weights."""
@@ -154,19 +149,17 @@ class LearnerFsdpConfig(FsdpConfig):
     """``*.fsdp_config.*`` of a model that learns."""
 
     use_no_sync_for_gradient_accumulation: bool | None = None
-    """True: a rank adds up whole gradients, 4 bytes a weight, over the micro-batches of a mini-batch, and
-    ranks reduce them once. False: ranks reduce them after every micro-batch and keep their shards of the sum,
-    for more communication. null: once, unless the estimate of an update with whole gradients is above nine
-    tenths of a GPU's memory. Without effect on one rank."""
+    """True: gradients are reduced once per mini-batch, and each rank holds them whole, 4 bytes per weight.
+    False: after every micro-batch. null: True unless the estimated memory is above nine tenths of a GPU's."""
 
 
 class FrozenFsdpConfig(FsdpConfig):
     """``*.fsdp_config.*`` of a policy that only scores."""
 
     model_dtype: Precision = "fp32"
-    """Precision in which its weights are kept; they never change."""
+    """Precision in which its weights are kept."""
     optimizer_offload: bool = False
-    """Without effect: a policy that only scores has no optimizer."""
+    """Without effect: there is no optimizer."""
     ulysses_sequence_parallel_size: int = follows(
         "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size", ge=1
     )
@@ -177,23 +170,23 @@ class PolicyLossConfig(PolicyLossOptions):
     """``actor.policy_loss.*``."""
 
     loss_mode: str = "vanilla"
-    """Policy loss: a name (``vanilla`` is PPO clip with dual clip), or ``module:function`` for one of your
-    own; the table of policy losses below says what each computes."""
+    """Policy loss: a name of the table of policy losses (``vanilla`` is PPO clip with dual clip), or
+    ``module:function`` for one of your own."""
 
 
 class CheckpointConfig(StrictModel):
     """``actor.checkpoint.*``: what is written every ``trainer.save_freq`` steps."""
 
     async_save: bool = False
-    """Write the checkpoint while the next steps run. The run waits only until weights and moments are copied
-    to host memory, 12 bytes per parameter over all ranks; a checkpoint is valid once all of it is written."""
+    """Write the checkpoint while the next steps run. The run waits only for a copy in host memory, 12 bytes
+    per parameter over all ranks."""
 
 
 class ActorConfig(RatioOptions):
     """``actor_rollout_ref.actor.*``."""
 
     strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
-    """Sharding; both names mean FSDP2 here."""
+    """Sharding; both names mean FSDP2."""
     ppo_mini_batch_size: int = Field(256, ge=1)
     """Prompts per optimizer step, over all ranks."""
     ppo_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
@@ -217,8 +210,7 @@ class ActorConfig(RatioOptions):
     kl_loss_coef: float = Field(0.001, ge=0)
     """Weight of that term."""
     kl_loss_type: KlKind = "low_var_kl"
-    """Estimator of the KL term. A ``+`` keeps the value and takes the gradient of k2, which is the gradient
-    of the KL itself."""
+    """Estimator of the KL term. With a ``+`` its gradient is that of k2, which is the gradient of the KL."""
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     """Choice of the policy loss."""
     optim: OptimConfig = OptimConfig()
@@ -280,7 +272,7 @@ class CriticConfig(StrictModel):
     enable: bool | None = None
     """Train a critic; null: only when the advantage estimator needs values (``gae``)."""
     strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
-    """Sharding; both names mean FSDP2 here."""
+    """Sharding; both names mean FSDP2."""
     model: CriticModelConfig = CriticModelConfig()
     """The transformer below the value head."""
     optim: CriticOptimConfig = CriticOptimConfig()
@@ -298,8 +290,7 @@ class CriticConfig(StrictModel):
     use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
     """Fill micro-batches by tokens."""
     ppo_max_token_len_per_gpu: int = Field(32768, ge=1)
-    """Tokens of one micro-batch on one rank, in the update and when values are computed, with
-    ``use_dynamic_bsz``."""
+    """Tokens of one micro-batch on one rank, with ``use_dynamic_bsz``."""
     ppo_micro_batch_size_per_gpu: int | None = follows(
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", ge=1
     )
@@ -307,7 +298,7 @@ class CriticConfig(StrictModel):
     loss_agg_mode: LossAggregation = follows("actor_rollout_ref.actor.loss_agg_mode")
     """How token losses become one number."""
     cliprange_value: float = Field(0.5, gt=0)
-    """How far a value may move from its old one before its loss is clipped, in units of reward."""
+    """Distance from the old value above which a value's loss is clipped, in units of reward."""
 
 
 class FrozenPolicyConfig(StrictModel):
@@ -332,7 +323,7 @@ class ReferenceConfig(FrozenPolicyConfig):
     model_path: UserPath = follows("actor_rollout_ref.model.path")
     """Hugging Face model folder or hub id."""
     strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
-    """Sharding; both names mean FSDP2 here."""
+    """Sharding; both names mean FSDP2."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class Threshold:
     upper: float
     """Largest value within bounds."""
     lower: float | None = None
-    """Smallest value within bounds; None: only an upper bound was given."""
+    """Smallest value within bounds. None if only an upper bound was given."""
 
     @property
     def reciprocal_lower(self) -> float:

@@ -27,7 +27,7 @@ class ValKwargsConfig(StrictModel):
     n: int = Field(1, ge=1)
     """Samples per prompt."""
     do_sample: bool | None = None
-    """False: greedy, at any temperature; null: the temperature decides, as in verl."""
+    """False: greedy at any temperature; null: the temperature decides."""
 
     @property
     def is_greedy(self) -> bool:
@@ -48,9 +48,8 @@ class EngineKwargsConfig(StrictModel):
     """``rollout.engine_kwargs.*``."""
 
     vllm: dict[str, Any] = {}
-    """Further keyword arguments of ``vllm.LLM``. Those that other keys or the run itself set are refused, and
-    those that would change the sampled distribution, or what is known of a token: speculative decoding, a KV
-    cache outside the engine, stop tokens of the engine's own."""
+    """Further keyword arguments of ``vllm.LLM``. Refused: those that other keys or the run set, and those
+    that change the sampled distribution or what is known of a token, such as speculative decoding."""
 
 
 _ROLLOUT = "write actor_rollout_ref.rollout"
@@ -149,35 +148,31 @@ class CheckpointEngineConfig(StrictModel):
     """``rollout.checkpoint_engine.*``: how weights are transferred to the engines."""
 
     backend: Literal["auto", "broadcast", "ipc"] = "auto"
-    """``broadcast`` (gloo or NCCL), or memory shared on the device (``ipc``; only with ``hybrid_engine``,
-    where trainer and engine share a GPU and NCCL cannot connect them). ``auto``: ipc where they share GPUs.
-    """
+    """``broadcast`` (gloo or NCCL), or ``ipc``: memory shared on the device, only with ``hybrid_engine``.
+    ``auto``: ipc where trainer and engine share a GPU."""
     update_weights_bucket_megabytes: int = Field(2048, ge=1)
     """Size of a weight bucket, MiB."""
     stage_updates: bool = False
     """Receive an update beside running responses and pause them only to load it, for a second copy of the
-    weights on the engine's device. Whole responses (``partial_rollout=False``) end first, and the trainer
-    does not wait for that. False: receive it in the pause. For asynchronous runs."""
+    weights on the engine's device. For asynchronous runs."""
 
 
 class SyncProofConfig(StrictModel):
     """``rollout.sync_proof.*``: checks that the engines hold the trainer's weights."""
 
     canary_freq: int = Field(50, ge=0)
-    """Weight updates between two canary checks; 0: only at the start. A canary check generates tokens after a
-    cached prefix."""
+    """Weight updates between two canary checks, which generate tokens after a cached prefix; 0: only at the
+    start."""
     canary_num_prompts: int = Field(16, ge=1)
     """Prompts of one canary check."""
     canary_max_tokens: int = Field(32, ge=1)
-    """Tokens generated for each of them, at most ``data.max_response_length``. The mean gap of few tokens
-    scatters."""
+    """Tokens generated for each of them, at most ``data.max_response_length``."""
     survival_freq: int = Field(0, ge=0)
-    """Steps between two measurements of what the engines' rounding leaves of an update of the weights
-    (``sync/update_survival``); 0: none. Each copies the actor's weights in float32 into host memory for a
-    step, and compares them afterwards."""
+    """Steps between two measurements of ``sync/update_survival``, each with a copy of the actor's weights in
+    float32 in host memory; 0: none."""
     gap_limit: float | None = Field(None, gt=0)
-    """Largest mean |trainer - rollout log-prob| of a step or of canary tokens, nats, above which the run
-    ends; null: calibrated by the first ones for the engine's precision, see ``trainer.alerts.gap``."""
+    """Mean |trainer - rollout log-prob| of a step or of canary tokens, nats, above which the run ends; null:
+    calibrated by the first ones (``trainer.alerts.gap``)."""
 
 
 class MultiTurnConfig(StrictModel):
@@ -196,15 +191,15 @@ class MultiTurnConfig(StrictModel):
     max_user_turns: int | None = Field(None, ge=1)
     """Maximum number of tool answers; null: only tokens are limited."""
     max_parallel_calls: int = Field(1, ge=1)
-    """Maximum number of calls answered in one turn, the first ones."""
+    """Maximum number of calls answered in one turn."""
     max_tool_response_length: int = Field(256, ge=1)
     """Maximum length of a tool's answer, characters; a longer answer is cut and marked."""
     tool_timeout_seconds: float = Field(60.0, gt=0)
     """Time limit of one tool call, seconds. A tool that exceeds it, or raises anything but ``ToolError``,
-    fails: its prompt is sampled once more, then counted as failed and replaced."""
+    fails its prompt, which is sampled once more, then replaced."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
-    """The side of a longer answer that is cut: ``left`` keeps its end, ``right`` its beginning, ``middle``
-    both."""
+    """Side of a longer answer that is cut: ``left`` keeps its end, ``right`` its beginning, ``middle`` both.
+    """
 
 
 class NamedEnvironmentConfig(StrictModel):
@@ -220,26 +215,25 @@ class EnvironmentConfig(StrictModel):
     """``rollout.environment.*``: a program that answers the policy's turns and rewards them."""
 
     name: str | None = None
-    """``module:Class`` of a ``verl_rc.rollout.environment.Environment``; null: there is none. A sample is an
-    episode then; sampled tokens and those of replies together are at most ``data.max_response_length``."""
+    """``module:Class`` of a ``verl_rc.rollout.environment.Environment``, whose episodes are the samples;
+    null: none. Sampled tokens and those of replies together are at most ``data.max_response_length``."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the class."""
     choices: dict[str, NamedEnvironmentConfig] = {}
-    """Further environments by name. The column ``agent_name`` of a row names its environment; a row without a
-    name gets ``environment.name``, and without choices every row does."""
+    """Further environments by name, for rows that have one in the column ``agent_name``; other rows get
+    ``environment.name``."""
     max_turns: int | None = Field(None, ge=1)
     """Maximum number of the policy's turns; null: only tokens are limited."""
     reward: Literal["turns", "function", "sum"] = "turns"
-    """The reward of an episode: those of its turns, each at the turn's last token; the score of the reward
-    function at the last token; or both."""
+    """Reward of an episode: those of its turns, at each turn's last token; the score of the reward function,
+    at the last token; or both."""
     hosts: int = Field(0, ge=0)
-    """Processes in which environments run; 0: in the process of each engine, whose work one that does not
-    wait (``await``) delays."""
+    """Processes in which environments run; 0: the process of each engine, which blocking calls delay."""
     step_seconds: float = Field(60.0, gt=0)
-    """Time limit of one call of an environment, seconds. One that exceeds it, or raises, is asked once more,
-    from its state or its turns; then the prompt is sampled once more, then counted as failed and replaced."""
+    """Time limit of one call of an environment, seconds. One that exceeds it, or raises, is repeated once;
+    then the prompt is sampled once more, then replaced."""
     max_state_megabytes: float = Field(16.0, gt=0)
-    """Largest state of an episode, MiB: it is part of every checkpoint of running episodes."""
+    """Largest state of an episode, MiB, which checkpoints hold."""
 
 
 class RolloutConfig(StrictModel):
@@ -250,23 +244,20 @@ class RolloutConfig(StrictModel):
     n: int = Field(1, ge=1)
     """Samples per prompt."""
     temperature: float = Field(1.0, gt=0)
-    """Sampling temperature; the engine and the trainer divide logits by it."""
+    """Sampling temperature; engine and trainer divide logits by it."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the smallest set of tokens with this probability. With this filter and the next two, the
-    engine reports the set that is left at each token, and the trainer's log-probs, entropies and KL are those
-    of the distribution over that set."""
+    """Sample from the smallest set of tokens with this probability. The trainer's log-probs, entropies and KL
+    are those among the tokens that this filter and the next two keep."""
     top_k: int = Field(-1, ge=-1)
-    """Sample from this many most likely tokens, and those as likely as the last of them; -1 or 0: all."""
+    """Sample from this many most likely tokens, ties included; -1 or 0: all."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Sample from tokens with at least this share of the most likely one's probability; 0: all."""
+    """Sample from tokens with at least this share of the largest probability; 0: all."""
     max_kept_tokens: int | None = Field(None, ge=1)
-    """Size of the largest set that is recorded where ``top_p``, ``top_k`` or ``min_p`` filter; a token that
-    is drawn from a larger one is left out of the loss and counted (``kept_set/unrecorded_ratio``). null:
-    top_k + 16, since tokens as likely as the last one are kept too; without top_k it must be said."""
+    """Size of the largest set of kept tokens that is recorded; a token of a larger one leaves the loss and is
+    counted (``kept_set/unrecorded_ratio``). null: top_k + 16; needed with a filter without top_k."""
     enable_rollout_routing_replay: bool = False
-    """Of a model with experts: the engine records the experts that each token took, in prompts too, and the
-    actor computes log-probs and gradients with the same ones; the router's probabilities of them stay its
-    own. False: a token whose logits differ by rounding may take other experts in the actor."""
+    """For models with experts: the actor takes the experts that the engine recorded for each token, with its
+    own router's probabilities. False: rounding may choose others."""
     ignore_eos: bool = False
     """Continue generation after the EOS token."""
     response_length: int = follows("data.max_response_length", ge=1)
@@ -280,23 +271,22 @@ class RolloutConfig(StrictModel):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Precision of the engine's weights and activations."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    """Initial weights of an engine, which the trainer's weights replace before the first sample. ``auto`` and
-    ``safetensors`` read the model's files, ``dummy`` skips that."""
+    """Weights of an engine until the trainer's arrive: ``auto`` and ``safetensors`` read the model's files,
+    ``dummy`` skips that."""
     quantization: str | None = None
     """Online quantisation of the engine's weights, e.g. ``fp8_per_channel``; null: none."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
-    """Precision of the KV cache; ``auto``: that of the engine. On a CPU vLLM rounds to fp8 toward zero,
-    GPUs to the nearest number, so a CPU's gap is wider (docs/evidence.md, fp8_cache)."""
+    """Precision of the KV cache; ``auto``: that of the engine. A CPU rounds to fp8 toward zero, which widens
+    the gap."""
     kv_cache_megabytes: int | None = Field(None, ge=1)
     """Size of the KV cache, MiB; null: 256 on a CPU, from ``gpu_memory_utilization`` on a GPU."""
     gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
-    """Share of a GPU's memory that the engine takes. Without effect on a CPU, where kv_cache_megabytes
-    decides."""
+    """Share of a GPU's memory that the engine takes. Without effect on a CPU."""
     free_cache_engine: bool = True
-    """Free the memory of an engine that shares the trainer's GPU while the trainer computes. Without effect
-    on a CPU."""
+    """Free the memory of an engine on the trainer's GPU while the trainer computes. Without effect on a CPU.
+    """
     enforce_eager: bool = False
-    """Do not capture CUDA graphs (on a CPU the engine is always eager)."""
+    """Do not capture CUDA graphs; always so on a CPU."""
     max_model_len: int | None = Field(None, ge=2)
     """Maximum tokens of prompt and response; null: data.max_prompt_length + data.max_response_length."""
     max_num_seqs: int = Field(256, ge=1)
@@ -304,18 +294,16 @@ class RolloutConfig(StrictModel):
     max_num_batched_tokens: int = Field(8192, ge=1)
     """Maximum tokens of one engine iteration."""
     enable_chunked_prefill: bool = True
-    """Split long prefills and mix them with decoding. Without effect on a CPU, where vLLM cannot do so with
-    seeded requests."""
+    """Split long prefills and mix them with decoding. Without effect on a CPU."""
     enable_prefix_caching: bool = True
-    """Reuse the KV cache of shared prompt prefixes; it is emptied after every weight update."""
+    """Reuse the KV cache of shared prefixes, which a weight update empties."""
     engine_timeout_seconds: float = Field(3600.0, gt=0)
-    """Time limit of one call of an engine (all its samples of a step, one weight update), seconds. An engine
-    that exceeds it counts as hung: it is killed and replaced, like an engine that died."""
+    """Time limit of one call of an engine (a step's samples, a weight update), seconds; an engine that
+    exceeds it is killed and replaced."""
     max_engine_replacements: int = Field(3, ge=0)
-    """Maximum number of engines replaced in one step; one more ends the run. 0: the first lost engine ends
-    it."""
+    """Maximum number of engines replaced in one step; one more ends the run."""
     seed: int = Field(42, ge=0, lt=1 << 32)
-    """The engine's seed; every training request has a seed of its own (see ``trainer.seed``)."""
+    """The engine's seed; requests have seeds of their own (``trainer.seed``)."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
     """Fill log-prob micro-batches by tokens."""
     log_prob_max_token_len_per_gpu: int = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", ge=1)
@@ -331,8 +319,8 @@ class RolloutConfig(StrictModel):
     environment: EnvironmentConfig = EnvironmentConfig()
     """An environment."""
     allow_special_tokens: bool = False
-    """Let texts of tools and environments become special tokens where they spell one, such as
-    ``<|im_end|>``, which may then end a turn or begin another role's. False: they become ordinary tokens."""
+    """Let texts of tools and environments become special tokens, such as ``<|im_end|>``. False: they become
+    ordinary tokens."""
     engine_kwargs: EngineKwargsConfig = EngineKwargsConfig()
     """Further arguments of the engine."""
     checkpoint_engine: CheckpointEngineConfig = CheckpointEngineConfig()

@@ -33,10 +33,10 @@ __all__ = [
 
 _SECTION = "algorithm.rollout_correction"
 WeightLevel = Literal["token", "prefix", "turn", "sequence", "geometric"]
-"""What a weight is made of: see ``RolloutCorrectionConfig.rollout_is``."""
+"""The level of a weight: see ``RolloutCorrectionConfig.rollout_is``."""
 WEIGHT_LEVELS: tuple[WeightLevel, ...] = get_args(WeightLevel)
 RejectionDenominator = Literal["original", "kept"]
-"""What a loss is divided by: see ``RolloutCorrectionConfig.rejection_denominator``."""
+"""The denominator of a loss: see ``RolloutCorrectionConfig.rejection_denominator``."""
 
 ThresholdInput = float | str | dict[str, float] | list[Any] | None
 """A threshold as a user may write it; kept as a number or as text."""
@@ -44,7 +44,7 @@ ThresholdInput = float | str | dict[str, float] | list[Any] | None
 
 @dataclass(frozen=True)
 class WeightSettings:
-    """Which importance weights, and their bounds."""
+    """The level of importance weights, and their bounds."""
 
     level: WeightLevel
     threshold: Threshold
@@ -59,8 +59,7 @@ class WeightSettings:
 
 @dataclass(frozen=True)
 class CorrectionSettings:
-    """What ``verl_rc.correction`` computes with: the options as typed values, text and short forms
-    resolved."""
+    """The options that ``verl_rc.correction`` computes with, as typed values without short forms."""
 
     weights: WeightSettings | None
     rules: tuple[BoundedRule, ...]
@@ -93,57 +92,52 @@ class RolloutCorrectionConfig(PresetConstructors):
     """
 
     rollout_is: WeightLevel | None = None
-    """Importance weight of a token: its own ratio (token), the product of the ratios up to it (prefix), of
-    its turn between two answers of an environment (turn) or of all of its row (sequence), or the geometric
-    mean of its row's ratios (geometric); null: no weights."""
+    """Importance weight of a token: its ratio (token), the product of the ratios up to it (prefix), of its
+    turn between two replies (turn) or of its row (sequence), or the geometric mean of its row's ratios
+    (geometric); null: no weights."""
     rollout_is_threshold: ThresholdInput = 2.0
-    """One number: larger weights are truncated to it. A band (``0.5_5.0`` or ``{lower, upper}``): weights
+    """A number: larger weights are truncated to it. A band (``0.5_5.0`` or ``{lower, upper}``): weights
     outside become 0."""
     rollout_is_batch_normalize: bool = False
-    """Divide the truncated weights by their mean over the batch: over tokens, or over rows where a row has
-    one weight."""
+    """Divide the truncated weights by their mean over the batch's tokens, or rows where a row has one weight.
+    """
     rollout_rs: str | list[str] | None = None
-    """Rejection rules, a list or comma-separated; tokens, turns and rows that fail one are left out of the
-    policy loss. null: none."""
+    """Rejection rules, a list or comma-separated; what fails one is left out of the policy loss. null: none.
+    """
     rollout_rs_threshold: ThresholdInput = None
-    """One threshold for all rules, or one for each. k1 rules take bounds on the ratio (one number u means 1/u
-    to u), all others an upper bound on their statistic."""
+    """One threshold for all rules, or one for each: bounds on the ratio for k1 rules (u means 1/u to u), an
+    upper bound on the statistic for others."""
     rollout_rs_target_acceptance: float | None = Field(None, gt=0, lt=1, allow_inf_nan=False)
-    """Share of tokens or rows that the one rule (token_k1, seq_sum_k1 or seq_mean_k1) is to accept: its
-    threshold, one number, then follows the batches seen. Needs ``diagnostics=full``. null: thresholds are
-    fixed."""
+    """Share of tokens or rows that a single rule (token_k1, seq_sum_k1 or seq_mean_k1) shall accept, by a
+    threshold that follows the batches. Needs ``diagnostics=full``. null: fixed thresholds."""
     rollout_token_veto_threshold: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
-    """Ratio below which a single token gets its whole row rejected; null: no veto."""
+    """Ratio of a single token below which its row is rejected; null: no veto."""
     rollout_opsm_threshold: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Off-policy sequence masking: tokens with a negative advantage are rejected in rows whose mean log-ratio
-    rollout/train is above this many nats; null: none."""
+    """Off-policy sequence masking: mean log-ratio rollout/train of a row, nats, above which its tokens with a
+    negative advantage are rejected; null: none."""
     bypass_mode: bool = False
-    """Two policies instead of three: the rollout policy replaces the proximal policy, whose log-probs are
-    computed in exact mode alone, to be compared with the engine's."""
+    """Two policies instead of three: the rollout policy replaces the proximal policy."""
     proximal: Literal["recompute", "interpolate"] = "recompute"
-    """The proximal policy's log-probs: recomputed by a forward pass before the step's updates, or, in
-    asynchronous runs, interpolated in the actor between rollout and current log-probs, by the number of
-    optimizer updates between the three."""
+    """Log-probs of the proximal policy: recomputed by a forward pass, or, in asynchronous runs, interpolated
+    between rollout and current log-probs by the number of updates between them."""
     loss_type: Literal["ppo_clip", "reinforce", "topr"] = "ppo_clip"
-    """The loss of bypass mode. ppo_clip: the one of ``policy_loss.loss_mode``, PPO's clip by default, without
-    weights; reinforce: the policy gradient with weights; topr: TOPR, without weights."""
+    """Loss of bypass mode: ``policy_loss.loss_mode`` without weights (ppo_clip), the policy gradient with
+    weights (reinforce), or TOPR without weights (topr)."""
     rejection_denominator: RejectionDenominator = "original"
-    """What a loss is divided by: all response tokens, or the kept ones (which scales the gradient by
-    1/acceptance)."""
+    """What a loss is divided by: all response tokens, or the kept ones."""
     rejected_in_group_baseline: Literal["include", "exclude"] = "include"
-    """Whether fully rejected rows count in their group's advantage baseline. With ``exclude``, a row that is
-    left alone in its group gets the advantage 0."""
+    """Whether fully rejected rows count in their group's baseline. With ``exclude``, a row left alone in its
+    group gets the advantage 0."""
     nonfinite_logprob: Literal["reject_sequence", "reject_token", "neutral", "raise"] = "reject_sequence"
-    """Treatment of a token whose log-prob is NaN or infinite: its row is rejected, only the token is
-    rejected, its ratio is taken as 1, or the run stops."""
+    """Treatment of a token whose log-prob is NaN or infinite: reject its row, reject the token, take its
+    ratio as 1, or stop the run."""
     nonfinite_stop_fraction: float = Field(0.01, ge=0, le=1, allow_inf_nan=False)
     """Share of response tokens without a finite log-prob above which the run stops."""
     max_skipped_updates: int = Field(10, ge=1)
-    """Consecutive optimizer steps that were skipped because rejection kept no token, after which the run
-    stops."""
+    """Consecutive updates skipped because rejection kept no token, after which the run stops."""
     diagnostics: Literal["core", "full"] = "full"
     """core: verl's metrics. full: also percentiles, raw and applied weights, effective sample sizes at every
-    level, which tokens are rejected, and signatures of what makes engine and trainer differ."""
+    level, and signatures of what makes engine and trainer differ."""
 
     @field_validator("rollout_is", mode="before")
     @classmethod
@@ -274,7 +268,7 @@ class RolloutCorrectionConfig(PresetConstructors):
 
     @property
     def named_loss(self) -> str | None:
-        """The policy loss that ``loss_type`` names; None: ``actor.policy_loss.loss_mode`` does."""
+        """The policy loss that ``loss_type`` names. None if ``actor.policy_loss.loss_mode`` names it."""
         return None if self.loss_type == "ppo_clip" else self.loss_type
 
     @property

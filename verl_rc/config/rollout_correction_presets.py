@@ -34,11 +34,11 @@ class Preset:
     """One named choice."""
 
     summary: str
-    """What it does, in one line."""
+    """Its effect, in one line."""
     fields: Mapping[str, object]
     """The fields in which it differs from the defaults."""
     origin: str = _WHEN_D
-    """Where the name comes from."""
+    """The origin of its name."""
 
 
 _TODAY: Mapping[str, Preset] = {

@@ -49,12 +49,9 @@ class AlertsConfig(StrictModel):
     mismatch_limit: float | None = Field(0.5, gt=0)
     """Nats per token; null: never."""
     gap: AlertAction = "warn"
-    """Action when the mean gap of canary tokens, or in synchronous runs of a step's rollouts, is above the
-    limit (``sync/gap_limit``): four times the first gap that the engine's precision makes plausible, and up
-    to then what is plausible. Above ten times the limit the run ends (in float32, and with
-    ``rollout.sync_proof.gap_limit``: above the limit itself): the engine does not hold the trainer's weights.
-    Canary tokens are judged after the updates, which then cannot be skipped; not ``skip`` where the actor
-    corrects."""
+    """Action when the mean gap of canary tokens, or in synchronous runs of a step's rollouts, is above
+    ``sync/gap_limit`` (docs/glossary.md says when the run ends). Canary tokens are judged after the updates;
+    not ``skip`` where the actor corrects."""
     cause: AlertAction = "warn"
     """Action while signatures name a cause of the gap that no correction repairs (docs/see_why.md); other
     than ``warn`` it needs ``algorithm.rollout_correction.diagnostics=full``; not ``skip`` where the actor
@@ -63,8 +60,8 @@ class AlertsConfig(StrictModel):
     """Action when the mean score of the last ``reward_window`` steps has fallen by more than ``reward_drop``.
     """
     reward_drop: float | None = Field(0.5, gt=0)
-    """Fraction of the absolute value of the best mean so far; a drop within four standard errors does not
-    count. null: never."""
+    """Fall relative to the best mean so far; a fall within four standard errors does not count. null: never.
+    """
     reward_window: int = Field(5, ge=1)
     """Steps that are averaged."""
 
@@ -78,19 +75,17 @@ class TokenRecordsConfig(StrictModel):
     """
 
     enable: bool = True
-    """Write records at steps 1 and 2, every ``freq`` steps, after each checkpoint, and when an alert was
-    sent."""
+    """Write records at steps 1 and 2, every ``freq`` steps, after each checkpoint and alert."""
     rows_per_step: int = Field(16, ge=2)
-    """Rows of a record: half at random, half those whose log-probs differ most between trainer and engine."""
+    """Rows of a record: half at random, half those with the largest differences of log-probs."""
     freq: int = Field(10, ge=1)
     """Steps between records."""
     full_freq: int = Field(0, ge=0)
-    """Steps between records of the whole batch, from which other corrections can be judged best; 0: never."""
+    """Steps between records of the whole batch; 0: never."""
     max_megabytes: int = Field(200, ge=1)
     """Size of all records, MiB; above it every second one is removed, those of alerts last."""
     contents: Literal["full", "no_prompts", "numbers_only"] = "full"
-    """``no_prompts``: responses only; ``numbers_only``: no text at all, only the kind of each token and its
-    numbers."""
+    """``no_prompts``: responses only; ``numbers_only``: no text, only numbers and the kind of each token."""
 
 
 class TrainerConfig(StrictModel):
@@ -104,7 +99,7 @@ class TrainerConfig(StrictModel):
         "console",
         "wandb",
     ]
-    """Sinks of metrics besides metrics.jsonl: console, wandb, tensorboard (one name, or a list)."""
+    """Sinks of metrics besides metrics.jsonl: console, wandb, tensorboard (a name or a list)."""
     default_local_dir: UserPath | None = None
     """The run's folder; null: checkpoints/<project_name>/<experiment_name>."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -114,30 +109,28 @@ class TrainerConfig(StrictModel):
     n_gpus_per_node: int = Field(8, ge=1)
     """Trainer ranks per node; on a CPU each needs a core."""
     seed: int = 1
-    """Seed of the run: order of prompts, seeds of all samples, order of mini-batches, dropout and how
-    adapters start."""
+    """Seed of the order of prompts and mini-batches, of samples, dropout and adapters."""
     total_epochs: int = Field(30, ge=1)
     """Passes over the training prompts."""
     total_training_steps: int | None = Field(None, ge=1)
     """Total steps, at most as many as the epochs have; null: all steps of the epochs."""
     val_before_train: bool = True
-    """Validate before the first step; a resumed run does not validate again."""
+    """Validate before the first step of a run that is not resumed."""
     val_only: bool = False
-    """Validate and stop, whatever ``val_before_train`` says."""
+    """Validate and stop."""
     test_freq: int = -1
-    """Steps between validations; <= 0: never. The last step always validates when it is > 0."""
+    """Steps between validations, the last of which follows the last step; <= 0: never."""
     save_freq: int = -1
-    """Steps between checkpoints; <= 0: never. The last step always saves when it is > 0."""
+    """Steps between checkpoints, the last of which follows the last step; <= 0: never."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """``auto``: resume from the newest checkpoint in ``default_local_dir``, if there is one; ``disable``:
-    start from scratch; ``resume_path``: resume from ``resume_from_path``."""
+    """``auto``: resume from the newest checkpoint in ``default_local_dir``, if any; ``disable``: start from
+    scratch; ``resume_path``: resume from ``resume_from_path``."""
     resume_from_path: UserPath | None = None
     """Checkpoint folder (``.../global_step_N``) for ``resume_mode=resume_path``."""
     max_actor_ckpt_to_keep: int | None = Field(None, ge=1)
     """Number of newest checkpoints that are kept; null: all."""
     max_nonfinite_updates: int = Field(3, ge=1)
-    """Consecutive optimizer steps that were skipped because their gradient is NaN or infinite, after which
-    the run stops."""
+    """Consecutive updates skipped because of a NaN or infinite gradient, after which the run stops."""
     critic_warmup: int = Field(0, ge=0)
     """Steps before this one train the critic only."""
     log_val_generations: int = Field(0, ge=0)
@@ -147,20 +140,18 @@ class TrainerConfig(StrictModel):
     validation_data_dir: UserPath | None = None
     """Folder for validation samples as JSON lines; null: none."""
     ready_timeout_seconds: float = Field(1800.0, gt=0)
-    """Time limit for a process to become ready."""
+    """Time limit for a process to become ready, seconds."""
     alerts: AlertsConfig = AlertsConfig()
     """Actions when mismatch or reward go wrong."""
     token_records: TokenRecordsConfig = TokenRecordsConfig()
     """Records of single tokens."""
     report: Literal["at_end", "never"] = "at_end"
-    """Whether a run writes ``report.html`` into its folder when it ends or fails; ``verl-rc report`` writes
-    it later."""
+    """Whether a run writes ``report.html`` into its folder when it ends or fails."""
     wandb_text: bool = False
-    """Whether the report's page in W&B has prompts, responses and the text of tokens; that in the run's
-    folder has them."""
+    """Show prompts, responses and tokens in the report's page in W&B."""
     hang_timeout_seconds: float = Field(1800.0, gt=0)
-    """Time limit for any other answer of a process. After it, the stacks of the processes without an answer
-    are written to the run's folder, all processes are killed and the run ends."""
+    """Time limit for any other answer of a process, seconds. After it, stacks are written to the run's folder
+    and the run ends."""
 
     @property
     def validates(self) -> bool:
@@ -178,14 +169,14 @@ class RayInitConfig(StrictModel):
     num_gpus: int | None = Field(None, ge=0)
     """GPUs of a local Ray; null: those that it finds."""
     object_store_memory: int | None = Field(None, ge=80_000_000)
-    """Shared memory of a local Ray, bytes; null: a tenth of the memory, at most half of /dev/shm, at least
-    512 MiB."""
+    """Shared memory of a local Ray, bytes; null: a tenth of the memory, between 512 MiB and half of /dev/shm.
+    """
     loopback_only: bool = True
-    """A local Ray listens on 127.0.0.1 only; False: on every interface, and anyone who can reach it can run
+    """A local Ray listens on 127.0.0.1 only. False: on every interface, and anyone who can reach it can run
     code as you."""
     runtime_env: dict[str, Any] | None = None
-    """Ray's runtime environment, e.g. ``py_executable`` or ``env_vars``. Numbers among ``env_vars`` are
-    taken as text, booleans as ``1`` and ``0``."""
+    """Ray's runtime environment, e.g. ``py_executable`` or ``env_vars`` (numbers become text, booleans ``1``
+    and ``0``)."""
 
     @field_validator("runtime_env")
     @classmethod
@@ -239,8 +230,8 @@ class ActorRolloutRefConfig(StrictModel):
     hybrid_engine: bool = True
     """Engines share the trainer's devices; False: they use separate devices."""
     exact: bool = False
-    """Engine, actor and reference compute the same bits (docs/exact.md): log-probs of the same weights
-    are equal, and a step in which one is not ends the run. Never run on a GPU."""
+    """Engine, actor and reference compute the same bits (docs/exact.md); a log-prob that differs ends the
+    run. Never run on a GPU."""
 
 
 class RunConfig(StrictModel):

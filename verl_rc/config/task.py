@@ -12,23 +12,23 @@ class CustomDatasetConfig(StrictModel):
     """``data.custom_cls.*``: a class of your own that reads the data."""
 
     path: UserPath | None = None
-    """Python file that holds it; null: rows come from the files themselves."""
+    """Python file of the class; null: rows come from the files themselves."""
     name: str | None = None
-    """Its name. Called with ``data_files``, ``tokenizer``, ``processor`` (None) and ``config``, it has
-    ``__len__`` and a ``__getitem__`` that returns a row in verl's format."""
+    """Name of the class, which is called with ``data_files``, ``tokenizer``, ``processor`` (None) and
+    ``config``. Its ``__getitem__`` returns a row in verl's format; it needs ``__len__`` too."""
 
 
 class DataConfig(StrictModel):
     """``data.*``: prompts for training and validation."""
 
     train_files: Annotated[list[UserPath], OneOrMore]
-    """Files of training prompts, parquet, .jsonl or .json (one path, or a list)."""
+    """Files of training prompts, parquet, .jsonl or .json (a path or a list)."""
     train_weights: list[float] | None = None
-    """Shares of the training files in every batch, one positive number per file, in any unit; null: files are
-    concatenated and every row is used once per epoch. An epoch has the same number of prompts either way."""
+    """Shares of the training files in every batch, a positive number for each; null: every row once per
+    epoch. An epoch has as many prompts either way."""
     val_files: Annotated[list[UserPath], NoneOrMore]
-    """Files of validation prompts, parquet, .jsonl or .json (one path, or a list); null: none, which takes
-    ``trainer.test_freq=-1`` and ``trainer.val_before_train=False``."""
+    """Files of validation prompts (likewise); null: none, which takes ``trainer.test_freq=-1`` and
+    ``trainer.val_before_train=False``."""
     custom_cls: CustomDatasetConfig = CustomDatasetConfig()
     """A class of your own that reads ``train_files`` and ``val_files``."""
     prompt_key: str = "prompt"
@@ -36,45 +36,45 @@ class DataConfig(StrictModel):
     train_batch_size: int = Field(1024, ge=1)
     """Prompts per training step."""
     gen_batch_size: int = follows("data.train_batch_size", ge=1)
-    """Prompts drawn and sampled at once in dynamic sampling (``algorithm.filter_groups``)."""
+    """Prompts sampled at once in dynamic sampling (``algorithm.filter_groups``)."""
     val_batch_size: int | None = Field(None, ge=1)
     """Prompts per validation batch; null: the whole set at once."""
     max_prompt_length: int = Field(512, ge=1)
     """Longest prompt, tokens after the chat template."""
     max_response_length: int = Field(512, ge=1)
-    """Longest response, tokens; also the constant of ``seq-mean-token-sum-norm``."""
+    """Longest response, tokens."""
     shuffle: bool = True
     """Shuffle the prompts in every epoch."""
     seed: int = follows("trainer.seed")
     """Seed of the order of prompts."""
     filter_overlong_prompts: bool = False
-    """Drop prompts that are longer than ``max_prompt_length``. One that an environment opens is measured when
-    it opens, with the descriptions of its tools."""
+    """Drop prompts that are longer than ``max_prompt_length``; prompts of an environment when it opens, with
+    the descriptions of its tools."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """Treatment of a longer prompt that is not filtered out; ``left`` cuts off its beginning."""
+    """Treatment of a longer prompt that is not dropped: an error, or a side that is cut off."""
     train_max_samples: int = Field(-1, ge=-1)
-    """Use this many training prompts, chosen by seed (the first ones with ``shuffle=False``); -1: all."""
+    """Number of training prompts that are used, chosen by seed (the first ones with ``shuffle=False``); -1:
+    all."""
     val_max_samples: int = Field(-1, ge=-1)
-    """Use this many validation prompts, chosen by seed (the first ones with ``shuffle=False``); -1: all."""
+    """The same for validation prompts."""
     dataloader_num_workers: int = Field(0, ge=0)
-    """Processes of the data loader; 0 loads in the driver, which is fastest for text."""
+    """Processes of the data loader; 0: the driver loads, which is fastest for text."""
     apply_chat_template_kwargs: dict[str, Any] = {}
     """Further arguments of the chat template, e.g. ``enable_thinking``."""
     trust_remote_code: bool = False
-    """Allow code that comes with a hub tokenizer."""
+    """Run code that comes with the tokenizer."""
 
 
 class CustomRewardFunctionConfig(StrictModel):
     """``reward.custom_reward_function.*``: a function of your own."""
 
     path: UserPath | None = None
-    """Python file that holds it; null: the built-in function of each row's ``data_source``."""
+    """Python file of the function; null: the built-in function of each row's ``data_source``."""
     name: str = "compute_score"
     """Its name: ``f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs) -> float | dict``.
     """
     reward_kwargs: dict[str, Any] = {}
-    """Further keyword arguments of every call. With ``reward.reward_model.enable`` the function also gets
-    ``reward_model_score``, the model's score of the response."""
+    """Further keyword arguments of every call. ``reward.reward_model`` adds ``reward_model_score``."""
 
 
 class RewardModelConfig(StrictModel):
@@ -82,22 +82,21 @@ class RewardModelConfig(StrictModel):
     conversation."""
 
     enable: bool = False
-    """Score every response with the model. Its score is the reward unless a function of your own computes one
+    """Score every response with the model. The score is the reward unless a function of your own computes one
     from it."""
     model_path: UserPath | None = None
-    """Folder or hub id of a sequence-classification model with a tokenizer and a chat template; needed with
-    ``enable``."""
+    """Folder or hub id of a sequence-classification model with tokenizer and chat template."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision it computes in."""
     micro_batch_size_per_gpu: int = Field(8, ge=1)
     """Conversations per forward pass."""
     max_length: int | None = Field(None, ge=1)
-    """Maximum tokens of a conversation; a longer one is a failure (``reward.on_failure``). null: the model's
-    maximum positions."""
+    """Maximum tokens of a conversation; a longer one fails (``reward.on_failure``). null: the model's maximum
+    positions."""
     n_gpus_per_node: int = Field(0, ge=0, le=1)
-    """GPUs of the reward model, in addition to those of trainer and engines; 0: it computes on the CPU."""
+    """GPUs of the reward model, besides those of trainer and engines; 0: it computes on the CPU."""
     trust_remote_code: bool = False
-    """Allow code that comes with a hub model."""
+    """Run code that comes with the model."""
 
 
 class OverlongBufferConfig(StrictModel):
@@ -105,15 +104,14 @@ class OverlongBufferConfig(StrictModel):
     arXiv:2503.14476)."""
 
     enable: bool = False
-    """Subtract the penalty from training scores; validation scores stay unchanged."""
+    """Subtract the penalty from training scores, not from validation scores."""
     len: int | None = Field(None, ge=1)
     """Tokens before ``max_resp_len`` over which the penalty grows from 0 to ``penalty_factor``; needed with
     ``enable``."""
     penalty_factor: float = Field(1.0, ge=0)
     """The penalty of a response of ``max_resp_len`` tokens, in units of reward."""
     log: bool = False
-    """Write columns ``overlong_reward`` and ``overlong`` beside each sample's score in
-    ``trainer.rollout_data_dir``."""
+    """Write columns ``overlong_reward`` and ``overlong`` into ``trainer.rollout_data_dir``."""
 
 
 class RewardKwargsConfig(StrictModel):
@@ -135,27 +133,23 @@ class RewardConfig(StrictModel):
     reward_kwargs: RewardKwargsConfig = RewardKwargsConfig()
     """Changes of a score after the reward function."""
     num_workers: int | None = Field(None, ge=1)
-    """Processes that call a function of your own or a built-in math scorer; null: one per core, at most 8."""
+    """Processes that call your function or a built-in math scorer; null: one per core, at most 8."""
     max_concurrent: int = Field(1, ge=1)
-    """Calls of an ``async def`` that one process has under way at once; above 1 the function must be one."""
+    """Concurrent calls in one process; above 1 the function must be ``async def``."""
     timeout_seconds: float = Field(60.0, gt=0)
-    """Time limit of one call, seconds. After it, the call of an ``async def`` is cancelled, the process of
-    any other is killed and replaced, and the sample counts as failed."""
+    """Time limit of one call, seconds; a sample that exceeds it counts as failed."""
     memory_limit_megabytes: int | None = Field(None, ge=256)
-    """Limit of the address space of one such process, MiB; a call that needs more fails. null: no limit."""
+    """Address space of one such process, MiB; a call that needs more fails. null: no limit."""
     pass_env: Annotated[list[str], OneOrMore] = []
-    """Environment variables that a function of your own gets although they may hold secrets, such as
-    ``JUDGE_API_KEY``. Variables are left out of its processes when their names end in key, token, password
-    and the like, or when their values are URLs with a password."""
+    """Environment variables that your function gets although they look like secrets: names that end in key,
+    token, password and the like, such as ``JUDGE_API_KEY``, or URLs with a password."""
     on_failure: Literal["stop", "score"] = "stop"
-    """Action when a response cannot be scored: a call raises, hangs, kills its process or returns no number.
-    ``stop``: the run stops with a message that names the sample (an asynchronous run samples the prompt once
-    more, then replaces it, and stops when more than 1 % of the last 100 prompts failed); ``score``: the
-    sample gets ``failure_score`` and accuracy 0. A built-in math scorer that exceeds the time limit or cannot
-    parse the ground truth counts as a wrong answer in both cases, and each step's log names one such row.
-    ``reward/failed_fraction`` counts all of these."""
+    """Action when a call raises, hangs, kills its process or returns no number. ``stop``: the run stops and
+    names the sample (an asynchronous run samples the prompt once more, then replaces it, and stops when more
+    than 1 % of the last 100 failed). ``score``: the sample gets ``failure_score`` and accuracy 0. A built-in
+    math scorer that exceeds the limit or cannot parse the ground truth gives a wrong answer in both cases."""
     failure_score: float | None = Field(None, allow_inf_nan=False)
-    """The score of a failed sample with ``on_failure=score``, which needs it; refused otherwise."""
+    """Score of a failed sample; needed with ``on_failure=score``, refused otherwise."""
 
     @property
     def uses_built_in_scorers(self) -> bool:

@@ -103,7 +103,7 @@ def load_user_module(path: str, key: str) -> ModuleType:
 
 
 def import_attribute(name: str, key: str, noun: str) -> Any:
-    """What ``module:attribute`` names; ``key`` of the configuration and ``noun`` are for messages.
+    """The object that ``module:attribute`` names; ``key`` of the configuration and ``noun`` are for messages.
 
     Raises ``ValueError`` when the module cannot be imported, or has no such attribute.
     """

@@ -30,7 +30,7 @@ assert torch.allclose(current.grad, torch.tensor([[-0.25, 2.0]])), current.grad
 assert "surrogate" in policy_loss_names()
 config = load_run_config([*sound_run(), "actor_rollout_ref.actor.policy_loss.loss_mode=surrogate"])
 assert "−A r" in plan_text(config)
-assert "| `surrogate` | Unclipped surrogate" in render()
+assert "| `surrogate` | −A r |" in render()
 """,
     "Add an advantage estimator": """
 import torch

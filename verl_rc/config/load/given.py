@@ -202,7 +202,7 @@ def _explain(schema: type[BaseModel], item: Any) -> str:
 
 
 def _instead(schema: type[BaseModel], key: str, value: Any, must_be: str) -> str:
-    """What to write in the place of a value of a wrong type."""
+    """The remedy for a value of a wrong type."""
     default, field = default_at(schema, key), fields_of(schema).get(key)
     if field is not None and may_be_null(field) and isinstance(value, str) and value.lower() == "none":
         return f"write {key}=null for none"

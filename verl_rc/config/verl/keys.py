@@ -20,7 +20,7 @@ _VERLS_DEFAULTS = {
     "trainer.v1.sampler.max_off_policy_threshold": 8,
     "trainer.v1.sampler.max_off_policy_strategy": "drop",
 }
-"""What ``trainer_mode=separate_async`` means in verl without these keys."""
+"""The values of these keys that ``trainer_mode=separate_async`` implies in verl."""
 _OWN_NAMES = {
     f"{_V1}.num_warmup_batches": "async_training.staleness_threshold",
     f"{_V1}.parameter_sync_step": "async_training.trigger_parameter_sync_step",
@@ -41,7 +41,7 @@ WRITTEN_HERE = {
 """verl's keys and what stands for them here, for the documents."""
 
 Translated = tuple[str, Any] | None
-"""The key that a value belongs to here, and what it is there; None: it says what happens anyway."""
+"""The key here and its value. None if verl's value asks for what happens anyway."""
 
 
 def with_verls_defaults(leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,7 +259,7 @@ class TranslatedKey:
     value: Any
     """The value in this schema."""
     problem: str | None = None
-    """Why the key is refused, and what to write instead; None: it is not refused."""
+    """The reason for refusing the key, with what to write instead. None for a key that is accepted."""
     accepted: bool = False
     """Whether the key is dropped because its value is this project's behaviour anyway."""
 

@@ -14,7 +14,7 @@ _MODEL = "actor_rollout_ref.model"
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a key, or everything below it, is refused."""
+    """The reason for refusing a key, or everything below it."""
 
     reason: str
     """What holds here and what to write instead; the message puts the key before it and a full stop after it.
