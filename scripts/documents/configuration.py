@@ -162,13 +162,12 @@ def _algorithms() -> Iterator[str]:
         (
             f"`{name}`",
             f"the same as `{spec.same_as}`" if spec.same_as else f"{spec.title}: {spec.formula}",
-            _listed(spec.inputs),
             _listed(spec.options),
             spec.source,
         )
         for name, spec in ADVANTAGE_ESTIMATORS.items()
     )
-    yield table(("`adv_estimator`", "A", "reads beside rewards", "options", "source"), estimators)
+    yield table(("`adv_estimator`", "A", "options", "source"), estimators)
 
 
 def _loss_cells(name: str, loss: LossSpec) -> tuple[str, ...]:

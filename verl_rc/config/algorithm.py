@@ -36,8 +36,8 @@ class FilterGroupsConfig(StrictModel):
     remain; surplus prompts are dropped, in an asynchronous run kept for the next step. A dropped prompt is
     used again in the next epoch, beyond ``trainer.total_epochs`` if the steps need it."""
     metric: str = "reward"
-    """What is compared: ``reward`` (synonyms ``seq_reward``, ``seq_final_reward``), ``score`` (before the
-    overlong penalty), or a numeric column of the reward function, e.g. ``acc``."""
+    """Quantity by which samples are compared: ``reward`` (synonyms ``seq_reward``, ``seq_final_reward``),
+    ``score`` (before the overlong penalty), or a numeric column of the reward function, e.g. ``acc``."""
     max_num_gen_batches: int = Field(0, ge=0)
     """Maximum batches of ``data.gen_batch_size`` prompts per step; one more ends the run. 0: no limit."""
 

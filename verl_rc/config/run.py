@@ -146,7 +146,7 @@ class TrainerConfig(StrictModel):
     token_records: TokenRecordsConfig = TokenRecordsConfig()
     """Records of single tokens."""
     report: Literal["at_end", "never"] = "at_end"
-    """Whether a run writes ``report.html`` into its folder when it ends or fails."""
+    """``at_end``: the run writes ``report.html`` into its folder when it ends or fails."""
     wandb_text: bool = False
     """Show prompts, responses and tokens in the report's page in W&B."""
     hang_timeout_seconds: float = Field(1800.0, gt=0)
