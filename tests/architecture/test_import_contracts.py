@@ -63,7 +63,6 @@ def skeleton(tmp_path):
         "insight/hooks/verl.py": "",
         "insight/diagnosis.py": "",
         "insight/picture.py": "",
-        "insight/timeline.py": "",
         "insight/verdict.py": "from verl_rc.insight import run_folder",
         "ppo/objective.py": "import torch",
         "preflight/explain.py": "from verl_rc.preflight import plan",

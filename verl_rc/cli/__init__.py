@@ -22,6 +22,7 @@ _INSTEAD: Mapping[tuple[str, ...], str] = {
     ("convert",): "report and diagnose read token records as they are written (docs/token_record.md)",
     ("diagnose", "--model"): "a run of another trainer is judged by its token records (docs/token_record.md)",
     ("doctor", "--gpu"): "HARDWARE=1gpu bash scripts/quickstart.sh trains on one GPU for two minutes",
+    ("trace",): "https://ui.perfetto.dev opens the trace.json of a run with async_training.trace=True",
 }
 """What to use in the place of what is no subcommand or option here, though somebody may type it."""
 
@@ -30,17 +31,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand that ``arguments`` (default: the command line) name; returns the exit status."""
     print_uncaught_exceptions()
     given = sys.argv[1:] if arguments is None else list(arguments)
-    names = {word.partition("=")[0] for word in given}
-    for words, instead in _INSTEAD.items():
-        if given[:1] == [words[0]] and set(words) <= names:
-            write_error(f"verl-rc has no `{' '.join(words)}`: {instead}.\n")
-            return USER_ERROR
+    if missing := next((words for words in _INSTEAD if _names(given, words)), None):
+        write_error(f"verl-rc has no `{' '.join(missing)}`: {_INSTEAD[missing]}.\n")
+        return USER_ERROR
     parser = build_parser()
     options, overrides = parser.parse_known_args(given)
     if options.subcommand is None:
         parser.print_help(sys.stderr)
         return USER_ERROR
     subcommand = SUBCOMMANDS[options.subcommand]
+    if subcommand.instead_of_further and overrides and not overrides[0].startswith("-"):
+        write_error(f"verl-rc {options.subcommand}: {subcommand.instead_of_further}\n")
+        return USER_ERROR
     if overrides and not subcommand.takes_configuration:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     if subcommand.takes_configuration and not overrides:
@@ -59,6 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = " ".join(str(error).split())
     write_error(f"verl-rc {options.subcommand}: {message}\n")
     return USER_ERROR
+
+
+def _names(given: Sequence[str], words: Sequence[str]) -> bool:
+    return given[:1] == [words[0]] and set(words) <= {word.partition("=")[0] for word in given}
 
 
 def _install_advice(package: str) -> str:

@@ -1,7 +1,6 @@
 """Tools that read the folder of a run, also while it goes on."""
 
 import json
-import sys
 from collections.abc import Mapping
 
 from verl_rc.cli.subcommand import (
@@ -13,7 +12,6 @@ from verl_rc.cli.subcommand import (
     positive_number,
     quieten_libraries,
     step_keywords,
-    step_pair,
     write_lines,
     write_result,
 )
@@ -73,7 +71,7 @@ def _report(options: Options) -> None:
     from verl_rc.insight.page import Request, write_report
 
     request = Request(
-        tuple(options.paths),
+        options.path,
         options.output,
         newest_steps=options.last,
         with_text=not options.no_text,
@@ -81,23 +79,13 @@ def _report(options: Options) -> None:
         **step_keywords(options),
     )
     report = write_report(request)
-    verdicts = list(zip(report.runs, report.verdicts, strict=True))
+    run, verdict = report.run, report.verdict
     if options.json:
-        runs = [{"name": run.name, "verdict": verdict.as_json()} for run, verdict in verdicts]
-        write_lines([json.dumps({"report": str(report.path), "runs": runs}, indent=2)])
+        facts = {"report": str(report.path), "run": run.name, "verdict": verdict.as_json()}
+        write_lines([json.dumps(facts, indent=2)])
         return
-    for run, verdict in verdicts:
-        lines = verdict.lines() if run.is_own else [*verdict.lines(), f"  read as: {run.source}"]
-        if len(verdicts) > 1:
-            lines[0] = f"{run.name}: {lines[0]}"
-        write_lines(lines)
-    write_lines([f"report: {report.path}"])
-
-
-def _trace(options: Options) -> None:
-    from verl_rc.insight.timeline import write_timeline
-
-    sys.stdout.write(write_timeline(options.folder, options.steps))
+    source = [] if run.is_own else [f"  read as: {run.source}"]
+    write_lines([*verdict.lines(), *source, f"report: {report.path}"])
 
 
 def _wandb_workspace(options: Options) -> None:
@@ -190,15 +178,12 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
     ),
     "report": Subcommand(
         _report,
-        "write report.html: what a run did and what is wrong with it, in words and curves; or several runs "
-        "compared",
+        "write report.html: what a run did and what is wrong with it, in words and curves",
         {
-            "paths": path_argument(
-                "RUN",
-                "a run's folder; token records or a log of another trainer (docs/token_record.md)",
-                nargs="+",
+            "path": path_argument(
+                "RUN", "a run's folder; token records or a log of another trainer (docs/token_record.md)"
             ),
-            "--output": path_argument("FILE", "the page (default: RUN/report.html; several runs need it)"),
+            "--output": path_argument("FILE", "the page (default: RUN/report.html)"),
             "--max-megabytes": {
                 "metavar": "MB",
                 "type": float,
@@ -212,19 +197,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
             "--last": {"metavar": "N", "type": positive_number, "help": "only the last N steps"},
             **STEPS_ARGUMENT,
         },
-    ),
-    "trace": Subcommand(
-        _trace,
-        "show who did what and when in a run with async_training.trace=True: text, picture, file for "
-        "Perfetto",
-        {
-            "folder": path_argument("RUN", "folder of a run; the files are written into it"),
-            "--steps": {
-                "metavar": "A-B",
-                "type": step_pair,
-                "help": "only steps A to B (default: all; drawn: the last six)",
-            },
-        },
+        instead_of_further="it takes one run; compare runs in W&B, or write a report of each.",
     ),
     "wandb-workspace": Subcommand(
         _wandb_workspace,

@@ -29,6 +29,8 @@ class Subcommand:
     arguments: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     alternatives: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Further arguments, of which at most one may be given."""
+    instead_of_further: str = ""
+    """What to do instead of giving further arguments than these."""
     takes_configuration: bool = False
     """Whether all other arguments are a recipe or overrides, as verl_rc.main_ppo takes them."""
 

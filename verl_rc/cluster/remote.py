@@ -286,9 +286,8 @@ def _result_of(call: Pending) -> Any:
     try:
         result, begin, call.busy_seconds = ray.get(call.reference)
         call.process.last_answer = (call.task_of_process, time.monotonic())
-        TRACE.span(
-            call.name, call.task, begin, begin + call.busy_seconds, sent=call.sent_at, received=time.time()
-        )
+        times = (call.sent_at, time.time())
+        TRACE.span(call.name, call.task, begin, begin + call.busy_seconds, call=times)
         return result
     except RayTaskError as error:
         call.process.last_answer = (call.task_of_process, time.monotonic())

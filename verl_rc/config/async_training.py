@@ -58,7 +58,8 @@ class AsyncTrainingConfig(StrictModel):
     """Engine steps per version, after which engines wait for new weights, so that partial rollouts repeat to
     the bit; for tests. null: engines never wait."""
     trace: bool = False
-    """Write ``trace.jsonl`` into the run's folder: who did what, when and for which step."""
+    """Write ``trace.json`` into the run's folder: who did what, and when. https://ui.perfetto.dev opens it,
+    also while the run trains."""
 
     @property
     def is_synchronous(self) -> bool:

@@ -85,7 +85,7 @@ def _write_report(folder: Path, status: int, reason: str) -> dict[str, Any] | No
     except KeyboardInterrupt:
         log("report: not written; verl-rc report %s writes it", folder)
     else:
-        verdict: dict[str, Any] = report["runs"][0]["verdict"]
+        verdict: dict[str, Any] = report["verdict"]
         for line in [*verdict["lines"], f"report: {report['report']}"]:
             log("%s", line)
         return verdict

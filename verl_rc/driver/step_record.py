@@ -14,7 +14,7 @@ from verl_rc.data.batches import Timed
 from verl_rc.driver.log import log
 from verl_rc.metrics import Metric, reduce_metrics
 from verl_rc.metrics.sinks import Tracker
-from verl_rc.metrics.trace import STEP, TRACE
+from verl_rc.metrics.trace import TRACE
 from verl_rc.ppo.ledger import Ledger
 from verl_rc.workers.host import usable_cores
 
@@ -112,7 +112,7 @@ class StepRecord:
         tracker.log({**self.metrics(), **self.ledger.balanced_metrics(), **(values or {})}, step=step)
         for name, (edges, counts) in self.histograms.items():
             tracker.log_histogram(name, edges, counts, step)
-        TRACE.span("driver", STEP, self._began, time.time(), step=step)
+        TRACE.span("driver", f"step {step}", self._began, time.time())
         TRACE.flush()
 
     def metrics(self) -> dict[str, float]:

@@ -410,7 +410,7 @@ def _step(config: RunConfig, plan: Plan) -> Iterator[str]:
     names = ", ".join(phase.name for phase in plan.phases if phase.forward_rows) or "none"
     yield f"  forward passes besides the updates: {names}"
     if config.async_training.trace:
-        yield "  trace.jsonl records who does what and when: verl-rc trace shows it"
+        yield "  trace.json records who does what and when: https://ui.perfetto.dev shows it"
 
 
 def _work(phase: Phase) -> str:

@@ -148,6 +148,7 @@ def test_a_damaged_checkpoint_is_one_line(
         (["diagnose", "run", "--model=base"], "docs/token_record.md"),
         (["diagnose", "run", "--replay", "R0,R7"], "--replay must be of R0, R3, got R7"),
         (["doctor", "task=digits", "--gpu"], "HARDWARE=1gpu bash scripts/quickstart.sh"),
+        (["trace", "run", "--steps", "1-2"], "https://ui.perfetto.dev opens the trace.json"),
     ],
 )
 def test_what_is_not_there_names_what_to_use(

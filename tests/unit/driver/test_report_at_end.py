@@ -18,7 +18,7 @@ from verl_rc.insight.run_folder import read_run
 VERDICT = {"headline": "", "lines": ["all is well"], "code": "good"}
 WRITTEN = SimpleNamespace(
     returncode=0,
-    stdout=json.dumps({"report": "report.html", "runs": [{"name": "run", "verdict": VERDICT}]}),
+    stdout=json.dumps({"report": "report.html", "run": "run", "verdict": VERDICT}),
     stderr="",
 )
 

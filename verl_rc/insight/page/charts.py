@@ -33,10 +33,6 @@ class Line:
     series: Series
     low: Series | None = None
     high: Series | None = None
-    run: int = 0
-    """Number of the run among several that are compared; each has one colour."""
-    part: int = 0
-    """Number of the metric within the run's lines, which dashes tell apart."""
 
 
 @dataclass(frozen=True)
@@ -205,30 +201,28 @@ _SUMS = {"timing_s/step", "ledger/sampled_tokens"}
 _WITHOUT_ZEROS = {"Rejected by rule", "Tokens of a step"}
 
 
-def charts_of(specs: Sequence[ChartSpec], runs: Sequence[RunData]) -> list[Chart]:
-    """The charts for which a run has data, each with one line a metric and run."""
-    charts = (_chart(spec, runs) for spec in specs if not (spec.stacked and len(runs) > 1))
+def charts_of(specs: Sequence[ChartSpec], run: RunData) -> list[Chart]:
+    """The charts for which a run has data, each with one line a metric."""
+    charts = (_chart(spec, run) for spec in specs)
     return [chart for chart in charts if chart is not None]
 
 
-def _chart(spec: ChartSpec, runs: Sequence[RunData]) -> Chart | None:
-    lines: list[Line] = []
-    names: list[str] = []
-    for run_number, run in enumerate(runs):
-        prefix = f"{run.name}: " if len(runs) > 1 else ""
-        run_names = _names(spec, run)
-        names += [name for name in run_names if name not in names]
-        for part, name in enumerate(run_names):
-            low, high = (
-                (run.series.get(edge) for edge in spec.band) if spec.band and len(runs) == 1 else (None, None)
-            )
-            label = f"{run.their_names[name]} ({name})" if name in run.their_names else name
-            lines.append(Line(prefix + label, run.series[name], low, high, run_number, part))
-        if spec.derived is not None and len(derived := spec.derived[2](run)):
-            lines.append(Line(prefix + spec.derived[0], derived, run=run_number, part=len(run_names)))
-    if not lines or (
-        spec.derived is not None and not any(line.label.endswith(spec.derived[0]) for line in lines)
-    ):
+def _chart(spec: ChartSpec, run: RunData) -> Chart | None:
+    names = _names(spec, run)
+    low, high = (run.series.get(edge) for edge in spec.band or ("", ""))
+    lines = [
+        Line(
+            f"{run.their_names[name]} ({name})" if name in run.their_names else name,
+            run.series[name],
+            low,
+            high,
+        )
+        for name in names
+    ]
+    if spec.derived is not None:
+        derived = spec.derived[2](run)
+        lines = [*lines, Line(spec.derived[0], derived)] if len(derived) else []
+    if not lines:
         return None
     if spec.stacked:
         lines.sort(key=lambda line: -math.fsum(line.series.finite().values))

@@ -12,7 +12,6 @@ from typing import Any
 
 from verl_rc import __version__
 from verl_rc.insight.page.charts import PANELS, Chart, charts_of
-from verl_rc.insight.page.comparison import comparison_panel
 from verl_rc.insight.page.encode import MOST_POINTS, Curve, curve_of, packed
 from verl_rc.insight.page.fields import fields_panel
 from verl_rc.insight.page.heat_map import heat_map_data
@@ -57,14 +56,12 @@ _DETAILS = (
 )
 
 
-def build_page(
-    runs: Sequence[RunData], verdicts: Sequence[Verdict], with_text: bool = True, max_megabytes: float = 8.0
-) -> str:
-    """The page of one run, or of several compared.
+def build_page(run: RunData, verdict: Verdict, with_text: bool = True, max_megabytes: float = 8.0) -> str:
+    """The page of a run.
 
     Args:
-        runs: one, or those that are compared.
-        verdicts: of each run.
+        run: the run.
+        verdict: its verdict.
         with_text: False: no prompts and responses.
         max_megabytes: samples and points of curves are left out until the page fits, where it can.
     """
@@ -74,7 +71,7 @@ def build_page(
             detail = replace(detail, samples=0, with_text=False)
         sentence = f"To fit {max_megabytes:g} MB the page leaves out {_left_out(detail)}."
         left_out = [sentence] if number else []
-        page = _build(runs, verdicts, detail, left_out)
+        page = _build(run, verdict, detail, left_out)
         if len(page.encode("utf-8", "replace")) <= max_megabytes * _MIB:
             break
     return page
@@ -93,12 +90,10 @@ def _left_out(detail: _Detail) -> str:
     return ", ".join(parts)
 
 
-def _build(
-    runs: Sequence[RunData], verdicts: Sequence[Verdict], detail: _Detail, left_out: Sequence[str]
-) -> str:
+def _build(run: RunData, verdict: Verdict, detail: _Detail, left_out: Sequence[str]) -> str:
     data = _PageData(detail.points)
-    panels = _panels(runs, verdicts, detail, data, left_out)
-    title = " against ".join(f"{run.trainer} run {run.name}" if run.trainer else run.name for run in runs)
+    panels = _panels(run, verdict, detail, data, left_out)
+    title = f"{run.trainer} run {run.name}" if run.trainer else run.name
     links = "".join(f'<a href="#{name}">{escaped(heading)}</a>' for name, heading, _ in panels)
     content = "".join(section(name, heading, text) for name, heading, text in panels)
     scripts = "".join(f"<script>{asset(name)}</script>" for name in _SCRIPTS)
@@ -107,74 +102,53 @@ def _build(
     policy = (
         f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
     )
-    sources_read = ", ".join(dict.fromkeys(run.source for run in runs))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta http-equiv="Content-Security-Policy" content="{policy}">'  # noqa: E501
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escaped(title)}: "
         f"report</title><style>{''.join(asset(name) for name in _STYLES)}</style></head>"
-        f"<body><header><h1>{escaped(title)}</h1><p>{escaped(sources_read)}, read by verl_rc "
+        f"<body><header><h1>{escaped(title)}</h1><p>{escaped(run.source)}, read by verl_rc "
         f"{escaped(__version__)}</p>"
         f"<nav>{links}</nav></header><main>{content}</main>"
-        f'<script type="application/json" id="report-data">{as_script(data.as_json(runs))}</script>{scripts}</body></html>\n'  # noqa: E501
+        f'<script type="application/json" id="report-data">{as_script(data.as_json(run))}</script>{scripts}</body></html>\n'  # noqa: E501
     )
 
 
 def _panels(
-    runs: Sequence[RunData],
-    verdicts: Sequence[Verdict],
-    detail: _Detail,
-    data: "_PageData",
-    left_out: Sequence[str],
+    run: RunData, verdict: Verdict, detail: _Detail, data: "_PageData", left_out: Sequence[str]
 ) -> list[tuple[str, str, str]]:
     """Id, heading and content, from the top."""
-    is_comparison = len(runs) > 1
-    panels = [("verdict", "Verdict", _by_run(runs, [verdict_panel(verdict) for verdict in verdicts]))]
-    if is_comparison:
-        panels.append(("comparison", "Comparison", comparison_panel(runs)))
+    panels = [("verdict", "Verdict", verdict_panel(verdict))]
     for name, (heading, specs) in PANELS.items():
-        figures = "".join(data.figure(chart) for chart in charts_of(specs, runs))
-        if name == "correction" and not is_comparison:
-            figures = data.heat_figure(runs[0]) + figures
+        figures = "".join(data.figure(chart) for chart in charts_of(specs, run))
+        if name == "correction":
+            figures = data.heat_figure(run) + figures
         if figures or name not in ("environment", "ledger"):
             content = (
                 f'<div class="charts">{figures}</div>' if figures else "<p>Nothing was logged for this.</p>"
             )
             panels.append((name, heading, content))
-    evidence = [evidence_panel(run, verdict) for run, verdict in zip(runs, verdicts, strict=True)]
-    panels.append(("evidence", "Evidence", _by_run(runs, evidence)))
-    panels.append(("alerts", "Alerts", _by_run(runs, [alerts_panel(run) for run in runs])))
-    shows_text = detail.samples > 0 and not is_comparison and bool(runs[0].samples)
-    if not is_comparison:
-        content, data.tokens = tokens_panel(runs[0], detail.with_text, detail.tokens)
-        shows_text = shows_text or bool(detail.with_text and runs[0].tokens and runs[0].tokens.pieces)
-        panels.append(("tokens", "Tokens", content))
-        if not runs[0].is_own:
-            panels.append(("fields", "What it recorded of tokens", fields_panel(runs[0])))
+    panels.append(("evidence", "Evidence", evidence_panel(run, verdict)))
+    panels.append(("alerts", "Alerts", alerts_panel(run)))
+    content, data.tokens = tokens_panel(run, detail.with_text, detail.tokens)
+    panels.append(("tokens", "Tokens", content))
+    if not run.is_own:
+        panels.append(("fields", "What it recorded of tokens", fields_panel(run)))
+    if run.is_own or run.samples:
         text = (
-            samples_panel(runs[0], detail.samples)
+            samples_panel(run, detail.samples)
             if detail.samples > 0
             else "<p>Samples are left out of this page.</p>"
         )
-        if runs[0].is_own or runs[0].samples:
-            panels.append(("samples", "Samples", text))
-        if runs[0].is_own or runs[0].settings:
-            panels.append(("configuration", "Configuration", configuration_panel(runs[0])))
+        panels.append(("samples", "Samples", text))
+    if run.is_own or run.settings:
+        panels.append(("configuration", "Configuration", configuration_panel(run)))
     if detail.metrics:
-        panels.append(("metrics", "All metrics", _by_run(runs, [metrics_panel(run) for run in runs])))
-    panels.append(
-        ("sources", "Sources", _by_run(runs, [sources_panel(run, shows_text, left_out) for run in runs]))
-    )
+        panels.append(("metrics", "All metrics", metrics_panel(run)))
+    shows_samples = detail.samples > 0 and bool(run.samples)
+    shows_text = shows_samples or bool(detail.with_text and run.tokens and run.tokens.pieces)
+    panels.append(("sources", "Sources", sources_panel(run, shows_text, left_out)))
     return panels
-
-
-def _by_run(runs: Sequence[RunData], contents: Sequence[str]) -> str:
-    """The contents of the runs below each other, with the names of the runs where there are several."""
-    if len(runs) == 1:
-        return contents[0]
-    return "".join(
-        f"<h3>{escaped(run.name)}</h3>{content}" for run, content in zip(runs, contents, strict=True)
-    )
 
 
 class _PageData:
@@ -190,11 +164,7 @@ class _PageData:
     def figure(self, chart: Chart) -> str:
         """Add the numbers of a chart; returns its figure on the page."""
         curves = [curve_of(line.series, line.low, line.high, self._points) for line in chart.lines]
-        is_comparison = len({line.run for line in chart.lines}) > 1
-        lines = [
-            self._line(line.label, curve) | ({"run": line.run, "part": line.part} if is_comparison else {})
-            for line, curve in zip(chart.lines, curves, strict=True)
-        ]
+        lines = [self._line(line.label, curve) for line, curve in zip(chart.lines, curves, strict=True)]
         number = len(self._charts)
         self._charts.append(
             {"title": chart.title, "stacked": chart.stacked, "healthy": chart.healthy, "lines": lines}
@@ -222,9 +192,9 @@ class _PageData:
             'log trainer over engine; stronger colour: more tokens</small></figcaption><div class="plot"></div></figure>'  # noqa: E501
         )
 
-    def as_json(self, runs: Sequence[RunData]) -> dict[str, Any]:
+    def as_json(self, run: RunData) -> dict[str, Any]:
         """The data of the script."""
-        alerts = [[alert.step, alert.title] for run in runs for alert in run.alerts[-1_000:]]
+        alerts = [[alert.step, alert.title] for alert in run.alerts[-1_000:]]
         numbers = {"steps": list(self._steps), "charts": self._charts, "heat": self._heat}
         return {**numbers, "alerts": alerts, "tokens": self.tokens}
 

@@ -20,7 +20,6 @@ MOST_ALERTS = 200
 MOST_SAMPLES = 60
 _MOST_PROMPTS = 20
 _MOST_SETTINGS = 2_000
-_ABSENT = "(absent)"
 
 
 def verdict_panel(verdict: Verdict) -> str:
@@ -248,19 +247,6 @@ def configuration_panel(run: RunData) -> str:
         f"{table(('key', 'value', 'default'), rows)}"
         f"<details><summary>all keys</summary>{table(('key', 'value'), all_rows)}</details>{plan}"
     )
-
-
-def differing_settings(runs: Sequence[RunData]) -> str:
-    """Keys whose values differ between runs."""
-    keys = sorted({key for run in runs for key in run.settings})
-    rows = []
-    for key in keys:
-        values = [run.settings.get(key, _ABSENT) for run in runs]
-        if any(value != values[0] for value in values[1:]):
-            rows.append((escaped(key), *(shortened(value, 300) for value in values)))
-    if not rows:
-        return "<p>The configurations are the same, or not known.</p>"
-    return table(("key", *(escaped(run.name) for run in runs)), rows)
 
 
 def sources_panel(run: RunData, has_text: bool, left_out: Sequence[str]) -> str:

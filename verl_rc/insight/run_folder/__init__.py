@@ -1,7 +1,6 @@
 """Reading a run: its folder, or the log of another trainer, into ``RunData``."""
 
 from verl_rc.insight.run_folder.folder import DIAGNOSIS, read_replays, read_run
-from verl_rc.insight.run_folder.lines import whole_lines
 from verl_rc.insight.run_folder.records import (
     Alert,
     HeatMap,
@@ -23,5 +22,4 @@ __all__ = [
     "Series",
     "read_replays",
     "read_run",
-    "whole_lines",
 ]

@@ -77,14 +77,6 @@ def read_records(
         notes.append(f"{path.name}: {len(broken)} line(s) are no records and are left out: {numbers}.")
 
 
-def whole_lines(path: Path, folder: Path | None = None) -> Iterator[tuple[int, str]]:
-    """Number, from 1, and text of each line, with its end; without half a last line.
-
-    ``folder``: as ``open_inside`` takes it, which raises ``RefusedFileError``.
-    """
-    yield from ((number, line) for number, line in _lines(open_text(path, folder)) if line is not None)
-
-
 def _lines(text: TextIO) -> Iterator[tuple[int, str | None]]:
     """Number and text of each line; None for half a line, which a killed run leaves behind, or a run is
     writing now."""

@@ -264,7 +264,7 @@ def test_a_verdict_leads_to_its_panel(page):
 def test_the_words_are_the_ones_of_the_console_and_of_json(page, report, capsys):
     capsys.readouterr()
     assert main(["report", str(report.parent), "--json"]) == 0
-    verdict = json.loads(capsys.readouterr().out)["runs"][0]["verdict"]
+    verdict = json.loads(capsys.readouterr().out)["verdict"]
     shown = page.run("return document.getElementById('verdict').textContent")
     assert verdict["headline"] in shown
     assert all(statement["sentence"] in shown for statement in verdict["statements"])
@@ -294,21 +294,4 @@ def test_ten_thousand_steps_are_ready_in_two_seconds(browser, tmp_path):
     assert main(["report", str(tmp_path)]) == 0
     opened(browser, tmp_path / "report.html")
     assert browser.run("return performance.now()") < 5_000  # 2 s on an idle machine
-    assert browser.console() == []
-
-
-def test_runs_compared_have_a_line_each(browser, tmp_path):
-    for seed in (1, 2):
-        metrics = healthy(steps=30) | {"critic/score/mean": wave(0.2 * seed, steps=30)}
-        write_run(tmp_path / f"seed{seed}", metrics)
-    output = tmp_path / "both.html"
-    assert main(["report", str(tmp_path / "seed1"), str(tmp_path / "seed2"), "--output", str(output)]) == 0
-    opened(browser, output)
-    browser.run("report.makeEverything()")
-    labels = browser.run("return document.querySelector('#learning figure').textContent")
-    assert "seed1: critic/score/mean" in labels
-    assert "seed2: critic/score/mean" in labels
-    assert "2 seeds of one configuration" in browser.run(
-        "return document.getElementById('comparison').textContent"
-    )
     assert browser.console() == []

@@ -23,10 +23,10 @@ def test_it_prints_the_verdict_and_where_the_page_is(tmp_path, capsys):
 def test_json_is_for_machines(tmp_path, capsys):
     folder = write_run(tmp_path / "run", healthy())
     assert main(["report", str(folder), "--json"]) == 0
-    (run,) = json.loads(capsys.readouterr().out)["runs"]
-    assert run["name"] == "run"
-    assert run["verdict"]["level"] == "good"
-    assert run["verdict"]["statements"][1]["evidence"]["gap"] > 0
+    written = json.loads(capsys.readouterr().out)
+    assert (written["report"], written["run"]) == (str(folder / "report.html"), "run")
+    assert written["verdict"]["level"] == "good"
+    assert written["verdict"]["statements"][1]["evidence"]["gap"] > 0
 
 
 def test_a_log_of_verl_has_its_page_beside_it(tmp_path, capsys):
@@ -56,8 +56,9 @@ def test_no_text(tmp_path):
     [
         (["missing"], "no such file"),
         (["."], "folder of runs: a, b"),
-        (["a", "b"], "--output"),
-        (["a"] * 13 + ["--output", "x.html"], "at most 12"),
+        (["a", "b"], "compare runs in W&B, or write a report of each"),
+        (["a", "b", "c", "--output", "x.html"], "compare runs in W&B, or write a report of each"),
+        (["a", "--no-text", "b"], "compare runs in W&B, or write a report of each"),
         (["a", "--output", "none/x.html"], "No such file"),
         (["empty"], "must be a run's folder"),
     ],
@@ -89,12 +90,3 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch,
     assert main(["report", str(folder)]) == 2
     assert not list(folder.glob(".report*"))
     assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_runs_of_one_name_are_told_apart(tmp_path, capsys):
-    for parent in ("x", "y"):
-        write_run(tmp_path / parent / "rl", healthy(steps=3))
-    output = tmp_path / "both.html"
-    assert main(["report", str(tmp_path / "x/rl"), str(tmp_path / "y/rl"), "--output", str(output)]) == 0
-    assert "<h3>x/rl</h3>" in output.read_text()
-    assert "y/rl: " in capsys.readouterr().out

@@ -64,7 +64,7 @@ class Elements(HTMLParser):
 
 
 def page_of(run, **options) -> str:
-    return build_page([run], [judge(run)], **options)
+    return build_page(run, judge(run), **options)
 
 
 def data_of(page: str) -> dict:
@@ -288,7 +288,7 @@ def test_a_long_run_fits_in_size_and_time(tmp_path):
     metrics = healthy(steps=steps) | {f"my/metric_{i}": wave(1.0, steps=steps) for i in range(20)}
     run = write_run(tmp_path / "run", metrics)
     started = time.process_time()
-    report = write_report(Request((run,)))
+    report = write_report(Request(run))
     assert time.process_time() - started < 5
     assert report.path.stat().st_size < 8 << 20
 
@@ -395,7 +395,7 @@ def test_replays_stand_beside_the_evidence_and_in_the_verdict(tmp_path):
     assert run.replays == [record]
     verdict = judge(run)
     assert "gap/the trainer scores other inputs or with noise" in verdict.code
-    page = build_page([run], [verdict])
+    page = build_page(run, verdict)
     assert "0.25 (97%)" in page
 
 
@@ -407,4 +407,4 @@ def test_a_damaged_diagnosis_names_no_cause(tmp_path, text):
     (folder / "diagnosis.json").write_text(text)
     run = read_run(folder)
     assert judge(run) == judge(replace(run, replays=()))
-    assert "<h3>Replays</h3>" not in build_page([run], [judge(run)])
+    assert "<h3>Replays</h3>" not in build_page(run, judge(run))

@@ -30,7 +30,7 @@ def run_with(folder: Path, *records: Any, pieces: dict[int, str] | None = None) 
 
 
 def page_of(run: RunData, **options: Any) -> str:
-    return build_page([run], [judge(run)], **options)
+    return build_page(run, judge(run), **options)
 
 
 def data_of(page: str) -> dict[str, Any]:
@@ -187,12 +187,6 @@ def test_rows_fit_into_what_a_page_may_hold(tmp_path: Path) -> None:
     small = page_of(replace(run, samples=[]), max_megabytes=0.1)
     assert "rows of tokens" in small
     assert "Tokens that differ most" in small
-
-
-def test_runs_compared_have_no_panel_of_tokens(tmp_path: Path) -> None:
-    run = run_with(tmp_path)
-    page = build_page([run, replace(run, name="other")], [judge(run), judge(run)])
-    assert 'id="tokens"' not in page
 
 
 def test_profiles_are_bars_with_their_numbers(tmp_path: Path) -> None:

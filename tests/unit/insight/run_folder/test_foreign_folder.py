@@ -14,7 +14,6 @@ from verl_rc.insight.page import Request, write_report
 from verl_rc.insight.picture import draw_run
 from verl_rc.insight.run_folder import NothingToReadError, RunData, Series, read_run, records
 from verl_rc.insight.run_folder.records import Columns
-from verl_rc.insight.timeline import write_timeline
 from verl_rc.insight.verdict import judge
 
 SECRET = "a-private-text-7f3a"
@@ -67,7 +66,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def page_of(folder: Path) -> str:
-    return write_report(Request((folder,))).path.read_text()
+    return write_report(Request(folder)).path.read_text()
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -117,12 +116,9 @@ def test_a_run_that_is_named_by_a_link_is_read(folder: Path) -> None:
     assert read_run(folder.parent / "log.jsonl").steps[-1] == 3
 
 
-TRACE = lines({"who": "driver", "what": "step", "begin": 0.0, "end": 1.0, "step": 1})
 WRITERS: list[tuple[str, Callable[[Path], object]]] = [
     ("report.html", page_of),
     ("training_curves.png", draw_run),
-    ("trace.json", write_timeline),
-    ("timeline.png", write_timeline),
 ]
 
 
@@ -131,20 +127,12 @@ def test_what_is_planted_under_the_name_of_a_result_is_not_overwritten(
     folder: Path, name: str, write: Callable[[Path], object]
 ) -> None:
     (folder.parent / "private").write_text(SECRET)
-    (folder / "trace.jsonl").write_text(TRACE)
     pid = os.getpid()
     for planted in (name, f".{name}.{pid}.partial", f"{name}.partial", f".{name}.partial"):
         (folder / planted).symlink_to("../private")
     write(folder)
     assert (folder.parent / "private").read_text() == SECRET
     assert not (folder / name).is_symlink()
-
-
-def test_a_trace_that_is_a_link_out_of_the_folder_is_refused(folder: Path) -> None:
-    (folder.parent / "private").write_text(TRACE)
-    (folder / "trace.jsonl").symlink_to("../private")
-    with pytest.raises(OSError, match="leaves"):
-        write_timeline(folder)
 
 
 def test_aliases_of_a_configuration_are_left_out(folder: Path) -> None:

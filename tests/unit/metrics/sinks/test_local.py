@@ -12,7 +12,6 @@ from rich.console import Console
 
 from verl_rc.config.folder_owner import FolderLostError, FolderTakenError
 from verl_rc.metrics.sinks import AlertCause, ConsoleSink, JsonlSink
-from verl_rc.metrics.trace import TRACE_FILE
 
 STEP = {
     "critic/score/mean": 0.4375,
@@ -198,7 +197,7 @@ def test_the_documents_name_the_files_of_a_run_as_they_are_written(tmp_path):
     written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.jsonl")}
     page = (Path(__file__).parents[4] / "docs" / "running.md").read_text()
     named = set(re.findall(r"^\| `([^`]+\.jsonl)`", page, re.MULTILINE))
-    assert named - {TRACE_FILE} <= written  # the trace's processes write it themselves
+    assert named <= written
     assert {name for name in written if ".replaced." not in name} <= named
 
 

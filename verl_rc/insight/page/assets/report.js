@@ -4,7 +4,6 @@
 
 const data = JSON.parse(document.getElementById("report-data").textContent);
 const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a8a", "#9467bd", "#b8860b", "#17a2a2"];
-const DASHES = [undefined, [8, 4], [2, 3], [8, 3, 2, 3]]; // metrics of a run, where each run has one colour
 const HEIGHT = 190;
 const FEW = 60; // up to so many points are shown as points too
 const charts = new Map(); // number of the chart -> uPlot
@@ -48,8 +47,7 @@ function columnsOf(chart) {
   const joined = tables.length === 1 ? tables[0] : uPlot.join(tables);
   const columns = [];
   chart.lines.forEach((line, index) => {
-    const colour = COLOURS[(line.run ?? index) % COLOURS.length];
-    columns.push({ label: line.label, colour, dash: DASHES[(line.part ?? 0) % DASHES.length], band: 0 });
+    columns.push({ label: line.label, colour: COLOURS[index % COLOURS.length], band: 0 });
     if (line.low) columns.push({ label: line.label + " low", band: -1 }, { label: line.label + " high", band: 1 });
   });
   return { x: joined[0], columns, values: joined.slice(1) };
@@ -70,7 +68,6 @@ function seriesOf(chart, table) {
     return {
       label: column.label,
       stroke: column.colour,
-      dash: column.dash,
       width: chart.stacked ? 1 : 1.5,
       points: { show: few && !chart.stacked, size: 5, fill: column.colour },
       spanGaps: few,
