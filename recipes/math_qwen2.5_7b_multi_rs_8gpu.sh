@@ -6,7 +6,7 @@
 # hold a token with (log ratio)^2 / 2 above 2.5 leave the loss. Rules, bounds and learning rate of verl's example with
 # several rules (run_qwen2_5_7b_fsdp_multi_rs.sh), which executes the band on rollout/train; for 0.6 to 1.6 that is nearly
 # the same.
-# Expect: rollout_corr/rollout_rs_token_k1_exclusive_fraction and rollout_corr/rollout_rs_seq_max_k2_exclusive_fraction to
+# Expect: rollout_corr/rollout_rs_token_k1_masked_fraction and rollout_corr/rollout_rs_seq_max_k2_masked_fraction to
 # say which rule rejects what, and rollout_corr/rollout_rs_masked_fraction below 0.05. Never run here.
 set -euo pipefail
 

@@ -133,8 +133,8 @@ def test_documents_name_what_exists(check):
         (unknown_metrics, "`actor/pg_los`, `sync/ghost`", 2),
         (other_bounds, "`rollout_corr/rollout_is_mean` < 0.5 or > 2, `rollout_corr/chi2_seq` > 9", 0),
         (other_bounds, "`rollout_corr/rollout_is_mean` < 0.4 or > 3 | `actor/pg_clipfrac` > 0.5", 2),
-        (unknown_metrics, "`rollout_corr/kept_fraction_length_le_64`, `rollout_corr/log_ratio_p99`", 0),
-        (unknown_metrics, "`rollout_corr/kept_fraction_length_gt_64`, `rollout_corr/log_ratio_p90`", 2),
+        (unknown_metrics, "`rollout_corr/kept_fraction_correct`, `rollout_corr/log_ratio_p99`", 0),
+        (unknown_metrics, "`rollout_corr/kept_fraction_right`, `rollout_corr/log_ratio_p90`", 2),
     ],
 )
 def test_the_checks_themselves(check, text, count):

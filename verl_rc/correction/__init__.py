@@ -9,7 +9,7 @@ from verl_rc.correction.correct import (
     measure,
     require_finite,
 )
-from verl_rc.correction.metrics import Numbers, acceptance, bound_for_acceptance
+from verl_rc.correction.metrics import Numbers, bound_for_acceptance
 from verl_rc.correction.sequences import SequenceContext
 from verl_rc.correction.statistics import CorrectionStatistics
 from verl_rc.tensor_ops.logprobs import interpolate_proximal
@@ -20,7 +20,6 @@ __all__ = [
     "NonFiniteLogProbError",
     "Numbers",
     "SequenceContext",
-    "acceptance",
     "bound_for_acceptance",
     "compute_rollout_correction",
     "correct_sequences",

@@ -3,12 +3,12 @@
 import math
 import operator
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from verl_rc.config.rollout_correction import CorrectionSettings, WeightSettings
-from verl_rc.correction.histogram import pareto_k, percentiles
+from verl_rc.correction.histogram import percentiles
 from verl_rc.correction.totals import RuleTotals, Totals, WeightSums
 from verl_rc.metrics.log_ratio_bins import BINS_PER_SIDE, bin_value
 from verl_rc.metrics.mergeable import Extremes, Moments
@@ -45,12 +45,18 @@ def correction_metrics(numbers: Numbers, settings: CorrectionSettings) -> dict[s
             metrics |= _full_weight_metrics(numbers, settings.weights)
     for name, rule in totals.rules.items():
         metrics |= _rule_metrics(f"rollout_rs_{name}_", rule)
-    metrics |= _metrics_by_group(totals)
-    metrics |= {name: split.value for name, split in totals.splits.items() if split.count}
+    has_turns = "turn_1_k3_kl" in totals.splits and totals.splits["turn_1_k3_kl"].count > 0
+    metrics |= {
+        name: split.value
+        for name, split in totals.splits.items()
+        if split.count and (has_turns or not name.startswith("turn_"))
+    }
     if "token_age" in totals.extremes and totals.extremes["token_age"].largest > -math.inf:
         metrics["token_age_max"] = totals.extremes["token_age"].largest
     if settings.full:
-        metrics |= _log_ratio_metrics(numbers, settings)
+        metrics |= _percentiles("log_ratio", numbers.histograms[0])
+        if totals.ratios is not None and (z := misalignment_z(totals.ratios)) is not None:
+            metrics["misalignment_z"] = z
         if totals.signatures is not None:
             metrics |= signature_metrics(totals.signatures, numbers.histograms[0])
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
@@ -87,24 +93,21 @@ def _weight_metrics(weights: Mapping[str, WeightSums[float]], settings: WeightSe
 
 
 def _full_weight_metrics(numbers: Numbers, settings: WeightSettings) -> dict[str, float]:
-    """Raw weights at the estimator's level, effective sample sizes of all levels, percentiles and tail."""
+    """Raw weights at the estimator's level, effective sample sizes of all levels, percentiles."""
     weights = numbers.totals.weights
-    metrics = {
-        f"rollout_is_ess_{name}": sums.effective_sample_size
-        for name, sums in weights.items()
-        if name.startswith(("applied", "raw"))
-    }
+    metrics = {f"rollout_is_ess_{name}": sums.effective_sample_size for name, sums in weights.items()}
     raw = weights[f"raw_{'sequence' if settings.is_per_row else 'token'}"]
     metrics |= {"rollout_is_raw_mean": raw.mean, "rollout_is_raw_std": raw.excess.std}
     metrics |= _extremes("rollout_is_raw_", raw.extremes)
     # Raw weights are exponentials of the log-ratios counted; the products of a prefix are counted nowhere.
     counts = dict(zip(_LEVELS, numbers.histograms, strict=True)).get(settings.level, [])
-    if any(counts):
-        for percent, log in percentiles(counts, PERCENTS).items():
-            metrics[f"rollout_is_p{percent}"] = math.exp(min(log, LOG_RATIO_BOUND))
-        if (shape := pareto_k(counts)) is not None:
-            metrics["rollout_is_pareto_k"] = shape
-    return metrics
+    logs = _percentiles("rollout_is", counts)
+    return metrics | {name: math.exp(min(log, LOG_RATIO_BOUND)) for name, log in logs.items()}
+
+
+def _percentiles(name: str, counts: Sequence[float]) -> dict[str, float]:
+    """``<name>_p1`` to ``<name>_p99`` of the log-ratios in a histogram; empty without any."""
+    return {f"{name}_p{percent}": log for percent, log in percentiles(counts, PERCENTS).items()}
 
 
 def _rule_metrics(prefix: str, rule: RuleTotals[float]) -> dict[str, float]:
@@ -117,21 +120,6 @@ def _rule_metrics(prefix: str, rule: RuleTotals[float]) -> dict[str, float]:
         **_extremes(prefix, rule.extremes),
         **sequence_extremes,
     }
-
-
-def _log_ratio_metrics(numbers: Numbers, settings: CorrectionSettings) -> dict[str, float]:
-    """Percentiles of log-ratios of tokens, sequences (``seq``) and their means (``geo``); the test for
-    misalignment."""
-    metrics = {"log_ratio_abs_max": numbers.totals.extremes["distance"].farthest}
-    for level, counts in zip(("", "_seq", "_geo"), numbers.histograms, strict=True):
-        if any(counts):
-            metrics |= {
-                f"log_ratio{level}_p{percent}": log for percent, log in percentiles(counts, PERCENTS).items()
-            }
-    for name, ratios in numbers.totals.ratios.items():
-        z = misalignment_z(ratios) if settings.tests_misalignment else None
-        metrics |= {} if z is None else {name: z}
-    return metrics
 
 
 def misalignment_z(excess: Moments[float]) -> float | None:
@@ -148,38 +136,6 @@ def misalignment_z(excess: Moments[float]) -> float | None:
     if excess.count < 2 or excess.variance <= 1e-12 * excess.value**2:
         return None
     return excess.value / (excess.std / math.sqrt(excess.count))
-
-
-def _metrics_by_group(totals: Totals[float]) -> dict[str, float]:
-    """Metrics by age and by turn, of groups with tokens; by turn only where some sequence has several."""
-    metrics = dict[str, float]()
-    has_turns = "turn_1" in totals.groups and totals.groups["turn_1"]["kl"].count > 0
-    for name, gap in totals.groups.items():
-        if gap["kl"].count and (has_turns or not name.startswith("turn")):
-            metrics[f"{name}_token_fraction"] = gap["kl"].count / totals.means["kl"].count
-            metrics |= {f"{name}_{kind}": mean.value for kind, mean in gap.items()}
-            if (weights := totals.weights.get(name)) is not None:
-                metrics[f"{name}_rollout_is_mean"] = weights.mean
-                metrics[f"{name}_rollout_is_max"] = weights.extremes.largest
-                metrics[f"{name}_rollout_is_ess"] = weights.effective_sample_size
-    for name, products in totals.weights.items():
-        if has_turns and name.startswith("turns") and products.excess.count:
-            metrics[f"ess_{name}"] = products.effective_sample_size
-    return metrics
-
-
-def acceptance(numbers: Numbers, rule: str, lower: float, upper: float) -> float:
-    """Share of tokens (``token_k1``) or sequences (``seq_sum_k1``, ``seq_mean_k1``) with a ratio
-    train/rollout in [lower, upper].
-
-    Log-ratios are known to 3.1 %. NaN when nothing was measured. Raises ``ValueError`` for other rules, for
-    bounds that are not 0 < lower <= upper, and without full diagnostics.
-    """
-    if not 0 < lower <= upper:
-        raise ValueError(f"bounds on a ratio must be 0 < lower <= upper; got {lower} and {upper}")
-    counts, low, high = _counts(numbers, rule), math.log(lower), math.log(upper)
-    inside = math.fsum(count for index, count in enumerate(counts) if low <= bin_value(index) <= high)
-    return inside / math.fsum(counts) if any(counts) else math.nan
 
 
 def bound_for_acceptance(numbers: Numbers, rule: str, share: float) -> float:

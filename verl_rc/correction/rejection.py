@@ -25,12 +25,6 @@ class Rejection:
     rules: dict[str, RuleSums]
     """What the rules measure, by name."""
 
-    @property
-    def alone(self) -> dict[str, Tensor]:
-        """1 for those that a cause alone rejects, by cause."""
-        has_one_cause = indicator(torch.eq, sum(self.causes.values(), torch.zeros_like(self.kept)), 1.0)
-        return {name: rejected * has_one_cause for name, rejected in self.causes.items()}
-
 
 def reject_tokens(ratio: LogRatio, settings: CorrectionSettings, advantages: Tensor | None) -> Rejection:
     """Apply all rules that look at single tokens.

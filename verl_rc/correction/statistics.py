@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from verl_rc.config.rejection_rules import BoundedRule
 from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig, WeightSettings
 from verl_rc.correction.histogram import log_ratio_histogram
-from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, largest, moments, sequence_sum
+from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, moments, sequence_sum
 from verl_rc.correction.metrics import Numbers, correction_metrics
 from verl_rc.correction.rejection import Rejection, outside, row_statistics
 from verl_rc.correction.sequences import LogProbs, SequenceContext
@@ -33,8 +33,8 @@ from verl_rc.correction.weights import Weights
 from verl_rc.metrics.log_ratio_bins import NUM_BINS
 from verl_rc.metrics.mergeable import Extremes, Mean
 from verl_rc.metrics.signatures import signature_metrics
-from verl_rc.metrics.splits import ANSWERS, LENGTHS, NUM_AGES, NUM_TURNS, SIGNS, TURN_COUNTS
-from verl_rc.tensor_ops import LOG_RATIO_BOUND, bound_log_ratio
+from verl_rc.metrics.splits import ANSWERS, NUM_AGES, NUM_TURNS, SIGNS
+from verl_rc.tensor_ops import bound_log_ratio
 
 
 @dataclass(frozen=True)
@@ -155,13 +155,12 @@ def measure_tokens(
         rules=rejection.rules,
         row_weights=row_weights,
         totals=totals,
-        turns=largest(ratio.turns) + 1.0,
         row_statistics=row_statistics(ratio, settings),  # last: the divergences of rules stay alive
     )
     if (ages := context.ages(ratio.response)) is not None:
-        _measure_ages(tokens, ages, ratio, weights, rejection)
+        _measure_ages(tokens, ages, ratio, rejection)
     if settings.full:
-        _measure_fully(tokens, ratio, rejection, context.advantages)
+        _measure_turns_and_signs(tokens, ratio, rejection, context.advantages)
     return tokens
 
 
@@ -196,45 +195,30 @@ def _weights_of_tokens(excess: Tensor, members: Tensor, count: Tensor) -> Weight
     return WeightSums(moments(excess, count), vecdot(w, w), extremes(w.to(members.dtype), members))
 
 
-def _measure_ages(
-    tokens: TokenSums, ages: Tensor, ratio: LogRatio, weights: Weights | None, rejection: Rejection
-) -> None:
+def _measure_ages(tokens: TokenSums, ages: Tensor, ratio: LogRatio, rejection: Rejection) -> None:
     """Add what tokens of each age add up to; ``ages``, int64 ``[b, t]``, are steps between the weights that
-    sampled a token and the current ones.
-
-    The gap grows with age, but the mean ratio before truncation is 1 at every age: where it is not, versions
-    are wrong.
-    """
+    sampled a token and the current ones."""
     totals = tokens.totals
     totals.extremes["token_age"] = extremes(ages, ratio.valid)
     totals.means["token_age_mean"] = Mean(sequence_sum(ages * ratio.valid), ratio.sums.tokens)
     for age, bucket in enumerate(_buckets(ages, NUM_AGES)):
-        name, members = f"age_{age}", bucket * ratio.valid
-        totals.groups[name] = gap = _gap(ratio, members)
-        # Kept are response tokens, all else counts valid tokens: one without a finite log-prob has no gap and
-        # no weight.
-        tokens.kept[name] = Mean(sequence_sum(rejection.kept * bucket), sequence_sum(bucket * ratio.response))
-        if weights is not None:
-            # Where all tokens of a sequence share a weight, each of them counts with it.
-            raw, excess = (w if w.ndim == 2 else w[:, None] for w in (weights.raw_excess, weights.excess))
-            totals.weights[name] = _weights_of_tokens(excess * members, members, gap["kl"].count)
-            truncated = sequence_sum((raw != excess) * members)
-            totals.splits[f"{name}_rollout_is_truncated_fraction"] = Mean(truncated, gap["kl"].count)
+        totals.splits[f"age_{age}_k3_kl"] = _k3(ratio, bucket * ratio.valid)
+        # Kept are response tokens; those without a finite log-prob have no gap.
+        tokens.kept[f"age_{age}"] = Mean(
+            sequence_sum(rejection.kept * bucket), sequence_sum(bucket * ratio.response)
+        )
 
 
-def _measure_fully(
+def _measure_turns_and_signs(
     tokens: TokenSums, ratio: LogRatio, rejection: Rejection, advantages: Tensor | None
 ) -> None:
-    """Add what full diagnostics look at in single tokens."""
-    exact = ratio.count(indicator(torch.eq, ratio.values, 0.0))
-    tokens.totals.means["log_ratio_exact_fraction"] = Mean(exact, ratio.sums.tokens)
+    """Add what tokens of each turn, and of each sign of the advantage, add up to."""
     for turn, bucket in enumerate(_buckets(ratio.turns, NUM_TURNS)):
-        tokens.totals.groups[f"turn_{turn}"] = _gap(ratio, bucket.mul_(ratio.valid))
+        tokens.totals.splits[f"turn_{turn}_k3_kl"] = _k3(ratio, bucket.mul_(ratio.valid))
     if advantages is not None:
         for name, sign in zip(SIGNS, (advantages > 0, advantages < 0), strict=True):
             kept, response = sequence_sum(sign * rejection.kept), sequence_sum(sign * ratio.response)
             tokens.kept[name] = Mean(kept, response)
-    tokens.alone.update({name: sequence_sum(alone) for name, alone in rejection.alone.items()})
 
 
 def _buckets(numbers: Tensor, count: int) -> Iterator[Tensor]:
@@ -245,14 +229,9 @@ def _buckets(numbers: Tensor, count: int) -> Iterator[Tensor]:
         yield (numbers.clamp(0, count - 1) == bucket).double()
 
 
-def _gap(ratio: LogRatio, members: Tensor) -> Means[Tensor]:
-    """How far the policies are apart on the valid tokens where ``members``, float64 ``[b, t]``, is 1 and not
-    0."""
-    count = sequence_sum(members)
-    return {
-        "kl": Mean(-sequence_sum(ratio.values * members), count),
-        "k3_kl": Mean(vecdot(ratio.k3, members), count),
-    }
+def _k3(ratio: LogRatio, members: Tensor) -> Mean[Tensor]:
+    """The mean of k3 over the valid tokens where ``members``, float64 ``[b, t]``, is 1 and not 0."""
+    return Mean(vecdot(ratio.k3, members), sequence_sum(members))
 
 
 def measure_sequences(
@@ -284,43 +263,21 @@ def measure_sequences(
         _measure_rule(totals, rule, rules[rule.name], sums)
     for name, group in tokens.kept.items():
         # A token that is kept by itself may be rejected with its sequence.
-        share = Mean(rejection.kept * group.total, group.count)
-        if name in totals.groups:
-            totals.splits[f"{name}_rejected_fraction"] = Mean(group.count - share.total, group.count)
+        kept_ones = rejection.kept * group.total
+        if name in SIGNS:
+            totals.splits[f"kept_fraction_{name}"] = Mean(kept_ones, group.count)
         else:
-            totals.splits[f"kept_fraction_{name}"] = share
+            totals.splits[f"{name}_rejected_fraction"] = Mean(group.count - kept_ones, group.count)
     if not settings.full:
         return CorrectionStatistics.from_sequences(totals, [])
-    totals.means["safety_clamped_seq_fraction"] = Mean(
-        sums.log_ratio.abs() > LOG_RATIO_BOUND, sums.valid_rows
-    )
-    totals.splits.update(_splits(sums.response_tokens, kept, context.scores))
-    product = torch.expm1(bound_log_ratio(sums.log_ratio))
-    totals.ratios["misalignment_z"] = tokens.ratios
-    totals.ratios["misalignment_z_seq"] = moments(product, sums.valid_rows)
-    for name, (fewest, most) in TURN_COUNTS.items():
-        members = sums.valid_rows * (tokens.turns >= fewest) * (tokens.turns <= most)
-        totals.weights[f"turns_{name}"] = _weights_of_rows(product, members)
-    if settings.rejects:
-        totals.splits.update(_exclusive(tokens, rejection))
+    if context.scores is not None:
+        totals.splits.update(_by_score(sums.response_tokens, kept, context.scores.double()))
     if settings.tests_misalignment:
-        totals = replace(totals, signatures=signature_sums(log_probs, context, tokens.ratios))
+        signatures = signature_sums(log_probs, context, tokens.ratios)
+        totals = replace(totals, ratios=tokens.ratios, signatures=signatures)
     levels = (sums.log_ratio, sums.mean(sums.log_ratio))
     histograms = [histogram, *(log_ratio_histogram(logs, sums.valid_rows) for logs in levels)]
     return CorrectionStatistics.from_sequences(totals, histograms)
-
-
-def _exclusive(tokens: TokenSums, rejection: Rejection) -> Means[Tensor]:
-    """Share of response tokens that one cause alone rejects, so that they would be kept without it; and that
-    several reject."""
-    # A token is lost by itself or with its sequence: a cause is alone where it is the only one at both
-    # levels.
-    response = tokens.sequences.response_tokens
-    alone = {name: tokens.kept_tokens * rejected for name, rejected in rejection.alone.items()}
-    alone |= {name: rejection.kept * rejected for name, rejected in tokens.alone.items()}
-    overlap = response - rejection.kept * tokens.kept_tokens - sum(alone.values())
-    shares = {f"{name}_exclusive": rejected for name, rejected in alone.items()} | {"overlap": overlap}
-    return {f"rollout_rs_{name}_fraction": Mean(rejected, response) for name, rejected in shares.items()}
 
 
 def _gap_means(tokens: TokenSums) -> Means[Tensor]:
@@ -433,17 +390,12 @@ def _measure_rule(totals: Totals[Tensor], rule: BoundedRule, measured: RuleSums,
     )
 
 
-def _splits(response: Tensor, kept: Tensor, scores: Tensor | None) -> Means[Tensor]:
-    """Share of tokens kept by length of the response and by correctness; scores of kept and of rejected
-    sequences."""
-    splits = dict[str, Mean[Tensor]]()
-    groups = {name: (response >= fewest) & (response <= most) for name, (fewest, most) in LENGTHS.items()}
-    if scores is not None:
-        scores = scores.double()
-        answered = response > 0
-        groups |= dict(zip(ANSWERS, (answered & (scores > 0), answered & (scores <= 0)), strict=True))
-        for name, members in (("kept", kept > 0), ("rejected", answered & (kept == 0))):
-            splits[f"{name}_score_mean"] = Mean(scores * members, members)
-    return splits | {
-        f"kept_fraction_{name}": Mean(kept * members, response * members) for name, members in groups.items()
+def _by_score(response: Tensor, kept: Tensor, scores: Tensor) -> Means[Tensor]:
+    """Share of the tokens kept of right and of wrong sequences; scores of kept and of rejected sequences."""
+    answered = response > 0
+    answers = dict(zip(ANSWERS, (answered & (scores > 0), answered & (scores <= 0)), strict=True))
+    shares = {
+        f"kept_fraction_{name}": Mean(kept * members, response * members) for name, members in answers.items()
     }
+    fates = {"kept": kept > 0, "rejected": answered & (kept == 0)}
+    return shares | {f"{name}_score_mean": Mean(scores * members, members) for name, members in fates.items()}

@@ -79,22 +79,18 @@ class Totals(Generic[T]):
     unreported: Means[T] = field(default_factory=dict)
     """What is no metric by itself: ``distance``, the mean of ``|l|``; ``kept_tokens`` of response tokens, and
     ``kept_rows`` of rows with some, those with a kept token."""
-    groups: dict[str, Means[T]] = field(default_factory=dict)
-    """``kl`` and ``k3_kl`` by age of a token in steps (``age_0``, …) and by turn of the policy (``turn_0``,
-    …); the last ones hold all above them, too."""
     extremes: dict[str, Extremes[T]] = field(default_factory=dict)
     """``distance`` (that of ``log_ratio`` from 0), ``log_ppl_diff``, ``token_age``."""
     weights: dict[str, WeightSums[T]] = field(default_factory=dict)
     """Importance weights before normalisation, applied or raw, by level (``applied_token``, …,
-    ``raw_prompt``), and those applied to tokens of one age (``age_0``, …); by number of turns
-    (``turns_1``, …) the products of a sequence's ratios. Raw ones, before the threshold, of
-    tokens: with full diagnostics, and where all tokens of a sequence share one weight."""
+    ``raw_prompt``). Raw ones, before the threshold, of tokens: with full diagnostics, and where all tokens of
+    a sequence share one weight."""
     rules: dict[str, RuleTotals[T]] = field(default_factory=dict)
-    ratios: dict[str, Moments[T]] = field(default_factory=dict)
-    """With full diagnostics, by name of the test for misalignment: ``rho - 1``, and the products of a
-    sequence's ratios less 1."""
+    ratios: Moments[T] | None = None
+    """``rho - 1``, for the test for misalignment. None without full diagnostics, and after the step's first
+    update, where the trainer no longer has the weights that should agree."""
     signatures: Signatures[T] | None = None
-    """None after the step's first update, where the trainer no longer has the weights that should agree."""
+    """None where ``ratios`` is."""
 
 
 @dataclass(frozen=True)
@@ -166,12 +162,8 @@ class TokenSums:
     """``applied`` and ``raw``: ``w - 1`` of each sequence, its tokens' mean; empty without weights."""
     totals: Totals[Tensor]
     """What is measured already."""
-    turns: Tensor
-    """Turns of the policy, where there are tokens."""
     kept: Means[Tensor] = field(default_factory=dict)
     """Response tokens that are not rejected by themselves, by age and by sign of the advantage."""
-    alone: dict[str, Tensor] = field(default_factory=dict)
-    """Tokens that a cause alone rejects, by cause; with full diagnostics."""
 
 
 def join_sequences(parts: Sequence[T], rows: Tensor) -> T:

@@ -67,7 +67,7 @@ PANELS: Mapping[str, Sequence[Panel]] = {
             "weights beyond the thresholds / weights",
             ("rollout_corr/rollout_is_ratio_fraction_high", "rollout_corr/rollout_is_ratio_fraction_low"),
         ),
-        Panel("tail (full)", ("rollout_corr/rollout_is_pareto_k", "rollout_corr/rollout_is_p99")),
+        Panel("99th percentile of raw weights (full)", ("rollout_corr/rollout_is_p99",)),
     ),
     "Rejection": (
         Panel(
@@ -101,7 +101,7 @@ PANELS: Mapping[str, Sequence[Panel]] = {
         ),
         Panel(
             "test for sampling filters and shifted tokens (full)",
-            ("rollout_corr/misalignment_z", "rollout_corr/misalignment_z_seq"),
+            ("rollout_corr/misalignment_z",),
         ),
     ),
     "Causes (full)": (

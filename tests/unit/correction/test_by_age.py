@@ -1,4 +1,4 @@
-"""The gap, the weights and the rejections of each token age, against loops over tokens in Python floats."""
+"""The gap and the rejections of each token age, against loops over tokens in Python floats."""
 
 import functools
 import math
@@ -59,17 +59,6 @@ def make(seed: int) -> tuple[list[list[Token]], dict[str, Tensor]]:
     return rows, tensors
 
 
-def raw_weight(level: str, row: Sequence[Token], token: Token) -> float:
-    return math.exp(token.ratio if level == "token" else sum(other.ratio for other in row))
-
-
-def after(threshold: float | str, weight: float) -> float:
-    if isinstance(threshold, str):
-        lower, upper = map(float, threshold.split("_"))
-        return weight if lower <= weight <= upper else 0.0
-    return min(weight, threshold)
-
-
 def is_rejected(row: Sequence[Token], token: Token) -> bool:
     """Under ``RULES``."""
     gap = statistics.fmean(math.exp(other.ratio) - 1 - other.ratio for other in row)
@@ -82,23 +71,12 @@ def expected(rows: list[list[Token]], fields: dict[str, Any]) -> dict[str, float
     for row in rows:
         for token in row:
             by_age.setdefault(min(token.age, 4), []).append((row, token))
-    total, metrics = sum(map(len, rows)), {}
+    metrics = {}
     for age, found in by_age.items():
         name, ratios = f"rollout_corr/age_{age}", [token.ratio for _, token in found]
-        metrics[f"{name}_token_fraction"] = len(found) / total
-        metrics[f"{name}_kl"] = -statistics.fmean(ratios)
         metrics[f"{name}_k3_kl"] = statistics.fmean(math.exp(ratio) - 1 - ratio for ratio in ratios)
         rejected = ["rollout_rs" in fields and is_rejected(row, token) for row, token in found]
         metrics[f"{name}_rejected_fraction"] = statistics.fmean(rejected)
-        if "rollout_is" in fields:
-            raw = [raw_weight(fields["rollout_is"], row, token) for row, token in found]
-            applied = [after(fields["rollout_is_threshold"], weight) for weight in raw]
-            square = sum(weight * weight for weight in applied)
-            metrics[f"{name}_rollout_is_mean"] = statistics.fmean(applied)
-            metrics[f"{name}_rollout_is_max"] = max(applied)
-            metrics[f"{name}_rollout_is_ess"] = sum(applied) ** 2 / (len(applied) * square) if square else 0.0
-            changed = [one != other for one, other in zip(raw, applied, strict=True)]
-            metrics[f"{name}_rollout_is_truncated_fraction"] = statistics.fmean(changed)
     return metrics
 
 
@@ -142,7 +120,7 @@ def test_neither_micro_batches_nor_their_order_count(name: str, seed: int) -> No
         torch.stack([part.maxima for part in parts]).amax(dim=0),
     )
     whole = compute_rollout_correction(**tensors, config=config, current_version=NEWEST).metrics()
-    assert len(ages_of(whole)) >= 12
+    assert len(ages_of(whole)) >= 6
     for statistics_of_parts in (merged, reduced):
         assert ages_of(statistics_of_parts.metrics(config)) == pytest.approx(
             ages_of(whole), rel=1e-9, abs=1e-12
@@ -160,8 +138,8 @@ def test_a_token_that_is_rejected_for_its_log_prob_counts_as_rejected_and_in_no_
         train, rollout, mask, config, policy_versions=versions, current_version=NEWEST
     ).metrics()
     assert metrics["rollout_corr/age_0_rejected_fraction"] == 0.5
-    assert metrics["rollout_corr/age_0_token_fraction"] == pytest.approx(1 / 3)
-    assert metrics["rollout_corr/age_1_kl"] == pytest.approx(-0.5)
+    assert metrics["rollout_corr/age_0_k3_kl"] == 0.0
+    assert metrics["rollout_corr/age_1_k3_kl"] == pytest.approx(math.exp(0.5) - 1.5)
 
 
 def test_ages_are_measured_alike_with_any_diagnostics() -> None:
@@ -182,4 +160,6 @@ def test_nothing_is_read_from_the_device() -> None:
         result = compute_rollout_correction(
             log_probs, log_probs, mask, {"rollout_is": "token"}, policy_versions=versions
         )
-        assert [f"age_{age}" in result.statistics.layout.groups for age in range(6)] == [True] * 5 + [False]
+        assert [f"age_{age}_k3_kl" in result.statistics.layout.splits for age in range(6)] == [True] * 5 + [
+            False
+        ]

@@ -7,7 +7,7 @@ import torch
 from appendix_a import random_case, rows
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction import Numbers, acceptance, bound_for_acceptance, compute_rollout_correction, measure
+from verl_rc.correction import Numbers, bound_for_acceptance, compute_rollout_correction, measure
 from verl_rc.correction.metrics import misalignment_z
 from verl_rc.metrics.mergeable import Moments
 
@@ -82,20 +82,13 @@ def test_the_misalignment_test_needs_two_ratios_and_a_spread() -> None:
 def test_a_misalignment_test_that_cannot_be_made_is_not_reported() -> None:
     config = RolloutCorrectionConfig(diagnostics="full")
     rollout, mask = -torch.rand(3, 4, generator=torch.Generator().manual_seed(0)), torch.ones(3, 4)
-    names = ("rollout_corr/misalignment_z", "rollout_corr/misalignment_z_seq")
 
-    def reported(train: torch.Tensor, rows: int) -> list[float | None]:
-        metrics = compute_rollout_correction(train[:rows], rollout[:rows], mask[:rows], config).metrics()
-        return [metrics.get(name) for name in names]
+    def reported(train: torch.Tensor) -> float | None:
+        metrics = compute_rollout_correction(train, rollout, mask, config).metrics()
+        return metrics.get("rollout_corr/misalignment_z")
 
-    assert reported(rollout, 3) == [0.0, 0.0]  # all ratios are exactly 1
-    assert reported(rollout.double() + 0.5, 3) == [None, None]  # all are the same, but not 1
-    of_tokens, of_rows = reported(
-        rollout + 0.1 * torch.randn(3, 4, generator=torch.Generator().manual_seed(1)), 1
-    )
-    assert of_tokens is not None
-    assert math.isfinite(of_tokens)
-    assert of_rows is None  # one sequence
+    assert reported(rollout) == 0.0  # all ratios are exactly 1
+    assert reported(rollout.double() + 0.5) is None  # all are the same, but not 1
 
 
 def full_metrics(**facts: torch.Tensor) -> dict[str, float]:
@@ -120,14 +113,12 @@ def test_percentiles_are_within_four_percent() -> None:
     metrics = full_metrics()
     assert metrics["rollout_corr/log_ratio_p1"] == pytest.approx(-2.0, rel=0.04)
     assert metrics["rollout_corr/log_ratio_p99"] == pytest.approx(0.3, rel=0.04)
-    assert metrics["rollout_corr/log_ratio_exact_fraction"] == pytest.approx(0.3)
 
 
 def test_gap_by_age() -> None:
     versions = torch.tensor([[3, 3, 3, 3], [2, 2, 2, 2], [3, 3, 3, 3]])
     metrics = full_metrics(policy_versions=versions)
-    assert metrics["rollout_corr/age_1_token_fraction"] == pytest.approx(0.3)
-    assert metrics["rollout_corr/age_1_kl"] == pytest.approx(0.6)
+    assert metrics["rollout_corr/age_1_k3_kl"] == pytest.approx((1.135335 + 0.021403) / 3, abs=1e-6)
     assert metrics["rollout_corr/token_age_max"] == 1.0
 
 
@@ -146,14 +137,6 @@ FULL = RolloutCorrectionConfig(diagnostics="full")
 
 def numbers() -> Numbers:
     return measure(*rows(), FULL).numbers()
-
-
-def test_acceptance_on_the_appendix() -> None:
-    # ratios of tokens: 1.105, 0.905, 1.350, 1, 0.135, 1.221, 1, 1, 0.741, 1.221; products: 1.350, 0.165,
-    # 0.905
-    assert acceptance(numbers(), "token_k1", 0.8, 1.3) == pytest.approx(0.7)
-    assert acceptance(numbers(), "seq_sum_k1", 0.5, 2.0) == pytest.approx(2 / 3)
-    assert acceptance(numbers(), "seq_mean_k1", 0.9, 1.2) == pytest.approx(2 / 3)
 
 
 def test_bound_for_an_acceptance_on_the_appendix() -> None:
@@ -179,18 +162,15 @@ def test_the_suggested_bound_accepts_about_that_share(rule: str) -> None:
 def test_nothing_measured_is_nan() -> None:
     train, rollout, mask = rows()
     empty = measure(train, rollout, torch.zeros_like(mask), FULL).numbers()
-    assert math.isnan(acceptance(empty, "token_k1", 0.5, 2.0))
     assert math.isnan(bound_for_acceptance(empty, "token_k1", 0.5))
 
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="histograms answer for"):
-        acceptance(numbers(), "token_k2", 0.5, 2.0)
-    with pytest.raises(ValueError, match="0 < lower <= upper"):
-        acceptance(numbers(), "token_k1", 2.0, 0.5)
+        bound_for_acceptance(numbers(), "token_k2", 0.5)
     with pytest.raises(ValueError, match=r"in \(0, 1\]"):
         bound_for_acceptance(numbers(), "token_k1", 0.0)
     with pytest.raises(ValueError, match="diagnostics=full"):
-        acceptance(
-            measure(*rows(), RolloutCorrectionConfig(diagnostics="core")).numbers(), "token_k1", 0.5, 2.0
+        bound_for_acceptance(
+            measure(*rows(), RolloutCorrectionConfig(diagnostics="core")).numbers(), "token_k1", 0.5
         )

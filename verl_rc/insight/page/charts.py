@@ -149,14 +149,13 @@ PANELS: dict[str, tuple[str, tuple[ChartSpec, ...]]] = {
             ),
             ChartSpec(
                 "Rejected by rule",
-                ("rollout_corr/rollout_rs_*_masked_fraction", "rollout_corr/rollout_rs_*_exclusive_fraction"),
+                ("rollout_corr/rollout_rs_*_masked_fraction",),
             ),
             ChartSpec("Kept, by kind of token", ("rollout_corr/kept_fraction_*",)),
             ChartSpec(
                 "Score of kept and rejected rows",
                 ("rollout_corr/kept_score_mean", "rollout_corr/rejected_score_mean"),
             ),
-            ChartSpec("Tail of the weights: Pareto k", ("rollout_corr/rollout_is_pareto_k",)),
             ChartSpec("Noise on the logits", ("rollout_corr/logit_noise", "rollout_corr/logit_noise_floor")),
             ChartSpec("Noise on the logits, by position", ("rollout_corr/position_*_logit_noise",)),
             ChartSpec("Noise on the logits, by engine", ("rollout_corr/engine_*_logit_noise",)),
@@ -169,7 +168,7 @@ PANELS: dict[str, tuple[str, tuple[ChartSpec, ...]]] = {
             ChartSpec("Missing mass", (), derived=("k1 - k3 = 1 - mean ratio", "", missing_mass)),
             ChartSpec(
                 "Mean ratio less 1, in standard errors",
-                ("rollout_corr/misalignment_z_seq",),
+                (),
                 derived=("z over tokens", "", z_of_mean_ratio),
             ),
             ChartSpec("Gap by age of the token", ("rollout_corr/age_*_k3_kl",)),

@@ -10,18 +10,16 @@ from verl_rc.metrics.catalog import describe
 
 ESS = "rollout_corr/rollout_is_eff_sample_size"
 _REJECTED = "rollout_corr/rollout_rs_masked_fraction"
-_TAIL = "rollout_corr/rollout_is_pareto_k"
 LOW_ESS = describe(ESS).lowest_healthy
 """Share of the batch below which the weights waste more than the gap costs."""
 MUCH_REJECTED = describe(_REJECTED).highest_healthy
-HEAVY_TAIL = describe(_TAIL).highest_healthy
 _SECTION = "algorithm.rollout_correction"
 _LEVELS = {"token": "tokens", "sequence": "rows", "prefix": "prefixes", "turn": "turns", "geometric": "rows"}
 
 
 def judge_correction(run: RunData) -> list[Statement]:
     """Judge weights and rejection; returns what is wrong, or one statement about their cost if nothing is."""
-    return [*_low_ess(run), *_rejected(run), *_heavy_tail(run)] or [_cost(run)]
+    return [*_low_ess(run), *_rejected(run)] or [_cost(run)]
 
 
 def half_ess_length(run: RunData) -> Series:
@@ -102,25 +100,6 @@ def _rejected(run: RunData) -> list[Statement]:
             next_test="Filters are for log-probs that are wrong, not for rounding: compare with weights "
             "alone.",
             overrides=(f"{_SECTION}.rollout_rs=null",),
-        )
-    ]
-
-
-def _heavy_tail(run: RunData) -> list[Statement]:
-    tail = last_mean(run, _TAIL)
-    if tail is None or tail.value <= HEAVY_TAIL:
-        return []
-    return [
-        filled_statement(
-            "correction",
-            "few weights decide",
-            "notice",
-            f"The tail of the raw weights has shape k {{k:.2f}}: above {HEAVY_TAIL:g} few rows decide every "
-            "average",
-            {"k": tail.value},
-            confidence="named" if tail.count > 1 else "likely",
-            steps=tail.steps,
-            next_test="Look for a few wrong tokens (the gap's verdict), then weigh tokens with a cap.",
         )
     ]
 

@@ -1,11 +1,9 @@
 """Rollout correction: how far trainer and rollout policy disagree, and what the weights and rules did about
 it."""
 
-import math
-
 from verl_rc.metrics.bounds import BOUNDS, LOG_RATIO_BOUND
 from verl_rc.metrics.catalog.spec import Bounds, MetricSpec
-from verl_rc.metrics.splits import ANSWERS, LENGTHS, SIGNS, TURN_COUNTS
+from verl_rc.metrics.splits import ANSWERS, SIGNS
 
 _NEAR_0: Bounds = (-BOUNDS.z, BOUNDS.z)
 
@@ -147,10 +145,6 @@ _OUTCOME: tuple[tuple[str, str, Bounds | None], ...] = (
     ("skipped_updates", "updates skipped because every token of their mini-batch was rejected", (0, 0)),
 )
 
-_LENGTHS = ", ".join(
-    f"{name} ({fewest}{' and more' if math.isinf(most) else f' to {most}'})"
-    for name, (fewest, most) in LENGTHS.items()
-)
 _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "log_ratio_p{percent}",
@@ -158,18 +152,7 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
         "percentile over tokens of l, from a histogram with a relative error of at most 4 %",
         None,
     ),
-    ("log_ratio_seq_p{percent}", "nats", "percentile over sequences of L, from a histogram", None),
-    ("log_ratio_geo_p{percent}", "nats", "percentile over sequences of m, from a histogram", None),
     ("log_ratio", "nats", "histogram over tokens of l", None),
-    ("log_ratio_abs_max", "nats", "maximum over tokens of |l|", None),
-    ("log_ratio_exact_fraction", "1", "tokens with l = 0 / tokens", None),
-    (
-        "safety_clamped_seq_fraction",
-        "1",
-        f"sequences with |L| > {LOG_RATIO_BOUND:g} nats / sequences; their ratio is that of "
-        f"±{LOG_RATIO_BOUND:g} nats",
-        (0, 0.001),
-    ),
     (
         "misalignment_z",
         "1",
@@ -177,12 +160,6 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
         f"however far apart they are: lasting values beyond ±{BOUNDS.z:g} mean a sampling filter that the "
         "trainer does not mirror, or log-probs of other tokens. 0 if all ρ are 1. Left out for fewer than "
         "two tokens, and if all ρ are equal and not 1",
-        _NEAR_0,
-    ),
-    (
-        "misalignment_z_seq",
-        "1",
-        "misalignment_z with exp(L) in place of ρ, over sequences, which are independent samples",
         _NEAR_0,
     ),
     (
@@ -196,13 +173,6 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
         "1",
         "percentile over weights of v, from the histogram of the log-ratios",
         None,
-    ),
-    (
-        "rollout_is_pareto_k",
-        "1",
-        "shape k of a generalised Pareto distribution, fitted to the largest v; above the healthy range, "
-        "averages over v are unreliable. Left out if the rounding of float32 alone makes the tail",
-        (-1, 0.7),
     ),
     (
         "rollout_is_ess_raw_{level}",
@@ -219,23 +189,10 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
         (0.5, 1),
     ),
     (
-        "rollout_rs_{rule}_exclusive_fraction",
-        "1",
-        "response tokens that this rule alone rejects / response tokens",
-        None,
-    ),
-    (
-        "rollout_rs_overlap_fraction",
-        "1",
-        "response tokens that several rules reject / response tokens",
-        None,
-    ),
-    (
         "kept_fraction_{split}",
         "1",
-        "kept response tokens / response tokens, both of one part of the batch. Parts by length of the "
-        f"response in tokens: {_LENGTHS}. By sign of A: {' and '.join(SIGNS)}. By score of the sequence: "
-        f"{ANSWERS[0]} (above 0) and {ANSWERS[1]}",
+        "kept response tokens / response tokens, both of one part of the batch: by sign of A "
+        f"({' and '.join(SIGNS)}) or by score of the sequence ({ANSWERS[0]}, above 0, and {ANSWERS[1]})",
         None,
     ),
     ("kept_score_mean", "reward", "mean score of the sequences with a kept token", None),
@@ -248,41 +205,21 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     ),
     ("token_age_max", "steps", "maximum over tokens of the age", None),
     (
-        "age_{age}_token_fraction",
-        "1",
-        "tokens of this age / tokens; the last age stands for all higher ages too",
+        "age_{age}_k3_kl",
+        "nats",
+        "mean over tokens of this age of ρ − l − 1; the last age stands for all higher ages too",
         None,
     ),
-    ("age_{age}_kl", "nats", "mean over tokens of this age of −l", None),
-    ("age_{age}_k3_kl", "nats", "mean over tokens of this age of ρ − l − 1", None),
     (
         "age_{age}_rejected_fraction",
         "1",
         "rejected response tokens of this age / response tokens of this age",
         None,
     ),
-    ("age_{age}_rollout_is_mean", "1", "mean over tokens of this age of w", None),
-    ("age_{age}_rollout_is_max", "1", "maximum over tokens of this age of w", None),
-    ("age_{age}_rollout_is_ess", "1", "(Σ w)² / (n Σ w²) over tokens of this age", (0.5, 1)),
     (
-        "age_{age}_rollout_is_truncated_fraction",
-        "1",
-        "tokens of this age with w ≠ v / tokens of this age",
-        None,
-    ),
-    (
-        "turn_{turn}_token_fraction",
-        "1",
-        "tokens of this turn of the policy / tokens; the last turn stands for all later turns too",
-        None,
-    ),
-    ("turn_{turn}_kl", "nats", "mean over tokens of this turn of −l", None),
-    ("turn_{turn}_k3_kl", "nats", "mean over tokens of this turn of ρ − l − 1", None),
-    (
-        "ess_turns_{turns}",
-        "1",
-        f"(Σ exp(L))² / (n Σ exp(L)²) over sequences with this many turns of the policy "
-        f"({', '.join(TURN_COUNTS)}): the effective sample size that rollout_is=sequence would leave",
+        "turn_{turn}_k3_kl",
+        "nats",
+        "mean over tokens of this turn of ρ − l − 1; the last turn stands for all later turns too",
         None,
     ),
 )

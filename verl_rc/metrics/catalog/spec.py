@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from verl_rc.metrics.splits import ANSWERS, LENGTHS, NUM_AGES, NUM_TURNS, PERCENTS, SIGNS, TURN_COUNTS
+from verl_rc.metrics.splits import ANSWERS, NUM_AGES, NUM_TURNS, PERCENTS, SIGNS
 
 Bounds = tuple[float | None, float | None]
 """Lower and upper bound; None: unbounded on that side."""
@@ -22,8 +22,7 @@ _PLACEHOLDER_VALUES = {
     "percent": "|".join(map(str, PERCENTS)),
     "age": "|".join(map(str, range(NUM_AGES))),
     "turn": "|".join(map(str, range(NUM_TURNS))),
-    "turns": "|".join(TURN_COUNTS),
-    "split": "|".join((*LENGTHS, *SIGNS, *ANSWERS)),
+    "split": "|".join((*SIGNS, *ANSWERS)),
 }
 """Regular expressions; where values are finite, one that lists them."""
 

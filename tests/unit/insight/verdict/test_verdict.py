@@ -146,12 +146,6 @@ def test_much_is_rejected(share, said):
     assert not said or "13% by token_k1" in found.text
 
 
-@pytest.mark.parametrize(("k", "said"), [(0.9, True), (0.5, False)])
-def test_a_heavy_tail(k, said):
-    (found,) = judge_correction(planted({"rollout_corr/rollout_is_pareto_k": wave(k)}))
-    assert (found.cause == "few weights decide") is said
-
-
 # ---- Speed.
 
 
@@ -193,7 +187,6 @@ def everything_wrong() -> RunData:
             "rollout_corr/nonfinite_token_fraction": [0.1] * STEPS,
             ESS: wave(0.1),
             "rollout_corr/rollout_rs_masked_fraction": wave(0.4),
-            "rollout_corr/rollout_is_pareto_k": wave(0.9),
             "perf/overhead_fraction": wave(0.5),
         }
     )
