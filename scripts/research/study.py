@@ -33,7 +33,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 CURVES = (
     *("critic/score/mean", "rollout_corr/rollout_is_eff_sample_size", "rollout_corr/k3_kl"),
-    *("async/token_age/mean", "actor/grad_norm", "actor/grad_cosine", "actor/entropy", "actor/pg_clipfrac"),
+    *("async/token_age/mean", "actor/grad_norm", "actor/entropy", "actor/pg_clipfrac"),
     *("actor/flipped_experts", "sync/update_survival", "sync/changed_weights", "timing_s/step"),
 )
 """Metrics that are kept of a run, beside all validations."""

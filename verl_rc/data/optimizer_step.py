@@ -15,9 +15,6 @@ class OptimizerStep:
     """Norm of the whole gradient before clipping, without the scale of the loss."""
     loss_scale: float | None = None
     """Factor of the loss in float16; None in other precisions."""
-    cosine_with_past: float | None = None
-    """Cosine of the gradient and the optimizer's mean of past gradients; None without past gradients, and
-    where the step was not taken."""
 
     @property
     def outcome(self) -> Outcome:

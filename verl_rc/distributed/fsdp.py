@@ -1,6 +1,5 @@
 """FSDP2: sharded fp32 master weights, a compute dtype, and gathering whole tensors."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeGuard
@@ -175,18 +174,6 @@ def add_product(weight: Tensor, left: Tensor, right: Tensor, scale: float) -> Te
 def own_rows(tensor: Tensor) -> Tensor:
     """This rank's rows in float32, detached; all of them where the tensor is no shard."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().float()
-
-
-def cosine(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
-    """Cosine of two vectors: the first full tensors of all pairs, and the second ones; collective. None where
-    one vector is 0."""
-    flat = [[own_rows(tensor).reshape(-1) for tensor in pair] for pair in pairs]
-    products = [torch.stack([torch.dot(a, b), torch.dot(a, a), torch.dot(b, b)]) for a, b in flat]
-    sums = torch.stack(products).double().sum(0)
-    # Copies on several ranks multiply all three sums by one number, which leaves the ratio as it is.
-    dist.all_reduce(sums)
-    product, *squares = sums.tolist()
-    return product / math.sqrt(math.prod(squares)) if all(squares) else None
 
 
 def gather_full_tensor(tensor: Tensor) -> Tensor:

@@ -60,11 +60,6 @@ class ObjectiveTotals:
                 for step in self.steps
                 if step.outcome != "overflow"
             ]
-            records += [
-                Metric(f"{self._role}/grad_cosine", step.cosine_with_past)
-                for step in self.steps
-                if step.cosine_with_past is not None
-            ]
             records.append(
                 Metric(f"{self._role}/nonfinite_gradients", self._count("nonfinite"), Reduction.SUM)
             )

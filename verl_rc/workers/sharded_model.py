@@ -4,7 +4,6 @@ memory."""
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from verl_rc.checkpoint import (
 )
 from verl_rc.config.models import ActorConfig, CriticConfig, FsdpConfig, OptimConfig
 from verl_rc.data.optimizer_step import OptimizerStep
-from verl_rc.distributed.fsdp import cosine, gather_full_tensor, shard_model
+from verl_rc.distributed.fsdp import gather_full_tensor, shard_model
 from verl_rc.distributed.process_group import DeviceMesh, leave_trainer_group
 from verl_rc.workers.float16 import LossScale, require_float16_products
 from verl_rc.workers.language_model import torch_dtype
@@ -159,22 +158,10 @@ class LearningModel(ShardedModel):
         # clip_grad_norm_ has multiplied all gradients by max_norm / norm: a norm of NaN has made all of them
         # NaN.
         if step.outcome == "trained":
-            step = replace(step, cosine_with_past=self._cosine_with_past())
             self.optimizer.step()
         self.optimizer.zero_grad()
         self._loss_scale.adjust()
         return step
-
-    def _cosine_with_past(self) -> float | None:
-        """Cosine of the full gradient and AdamW's first moment, a mean of past gradients; collective. None
-        where one of them is missing or 0."""
-        states = self.optimizer.state
-        pairs = [
-            (weight.grad, states[weight]["exp_avg"])
-            for weight in self.module.parameters()
-            if weight.grad is not None and "exp_avg" in states.get(weight, {})
-        ]
-        return cosine(pairs) if pairs else None
 
     def advance_schedule(self) -> float:
         """End a training step; returns the learning rate it had."""

@@ -134,22 +134,20 @@ def test_a_wholly_rejected_mini_batch_skips_the_step(worker: PolicyWorker) -> No
 
 
 def test_an_update_reads_the_device_where_that_is_announced_and_nowhere_else(worker: PolicyWorker) -> None:
-    """Each optimizer step reads its gradient's norm and its cosine with those before; the update its metrics;
-    each forward the sizes that it packs rows by."""
+    """Each optimizer step reads its gradient's norm, the update its metrics, each forward the sizes that it
+    packs rows by."""
     batch = make_train_batch(LENGTHS, REJECTED)
     kept = batch.response_mask.sum(-1)
     share = MiniBatchShare(
         [[0, 1, 2], [3, 4, 5]], int(kept.sum()), int((kept > 0).sum()), int(batch.loss_mask.sum())
     )
     request = UpdateRequest(worker._correction, policy_version=0)
-    worker.update(batch, [share, share], request)  # the first step of all has nothing before it
     with HostReads() as reads:
         worker.update(batch, [share, share], request)
     # Micro-batches are cut from the rank's rows on the host, before they reach the device.
     places = [place for place in reads.places if not place.startswith("data/ragged.py")]
     assert Counter(places) == {
         "workers/sharded_model.py:step": 2,
-        "distributed/fsdp.py:cosine": 2,
         "workers/micro_batches.py:metrics": 1,
         "workers/attention.py:from_lengths": 2 * 4,
     }

@@ -1,7 +1,6 @@
 """Actor and critic, each alone: what is saved comes back, whether it was written at once or beside what
 changed meanwhile."""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,8 +8,8 @@ import pytest
 import torch
 from small_checkpoints import change, whole
 from small_models import make_tokens, small_run_config
-from torch.distributed.tensor import DTensor, distribute_tensor
-from two_processes import free_port, run_ranks
+from torch.distributed.tensor import DTensor
+from two_processes import free_port
 
 from verl_rc.checkpoint import shards_problem
 from verl_rc.distributed.fsdp import whole_parameters, without_memory
@@ -46,55 +45,6 @@ def test_what_is_saved_comes_back(
         assert all(torch.equal(value, saved[name]) for name, value in weights(worker).items())
     finally:
         worker.close()
-
-
-def give_gradients(module: torch.nn.Module, number: int, scale: float) -> list[torch.Tensor]:
-    """The same on any number of ranks; returns them whole, in float64."""
-    generator = torch.Generator().manual_seed(number)
-    given = []
-    for parameter in module.parameters():
-        assert isinstance(parameter, DTensor)
-        gradient = scale * torch.randn(parameter.shape, generator=generator)
-        parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
-        given.append(gradient.double().flatten())
-    return given
-
-
-def compare_with_the_past(rank: int, ranks: int, model_folder: Path, port: int) -> None:
-    """Four steps, the third dropped: a loop over moments in float64 has the same cosines."""
-    clip = "actor_rollout_ref.actor.optim.clip_grad=0.5"
-    config = small_run_config(model_folder, clip)
-    worker = PolicyWorker(config, RankAddress(rank, ranks, "127.0.0.1", port), total_steps=10)
-    try:
-        model = worker.model
-        moment: torch.Tensor | None = None
-        for number, scale in enumerate((1e-3, 2.0, math.inf, 1e-4)):
-            whole_gradient = torch.cat(give_gradients(model.module, number, scale))
-            step = model.step()
-            if math.isinf(scale):
-                assert step.outcome == "nonfinite"
-                assert step.cosine_with_past is None
-                continue
-            if moment is None:
-                assert step.cosine_with_past is None
-                moment = torch.zeros_like(whole_gradient)
-            else:
-                cosine = whole_gradient @ moment / whole_gradient.norm() / moment.norm()
-                assert step.cosine_with_past == pytest.approx(float(cosine), rel=1e-3)
-            clipped = whole_gradient * min(1.0, 0.5 / float(whole_gradient.norm()))
-            moment = 0.9 * moment + 0.1 * clipped
-    finally:
-        worker.close()
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_cosine_of_a_gradient_and_those_before_is_that_of_whole_gradients(
-    model_folder: Path, ranks: int
-) -> None:
-    if ranks == 1:
-        compare_with_the_past(0, 1, model_folder, free_port())
-    else:
-        run_ranks(ranks, compare_with_the_past, ranks, model_folder, free_port())
 
 
 def test_shards_come_back_when_what_needed_whole_sizes_fails(model_folder: Path) -> None:

@@ -4,10 +4,6 @@ from verl_rc.metrics.bounds import LOG_RATIO_BOUND
 from verl_rc.metrics.catalog.spec import MetricSpec, spread
 
 _KEPT = ". With top_p, top_k or min_p, of the distribution over the kept tokens"
-_COSINE = (
-    "mean over updates of the cosine between the gradient of the update and AdamW's first moment, which is "
-    "the moving average of the gradients before"
-)
 _BY_LOSS = "docs/metrics.md, Clipping by policy loss, says which"
 
 
@@ -19,7 +15,6 @@ def _update_metrics(role: str) -> tuple[MetricSpec, ...]:
             "1",
             "mean over updates of the L2 norm of the gradient of all weights, before clipping",
         ),
-        MetricSpec(f"{role}/grad_cosine", "1", _COSINE),
         MetricSpec(
             f"{role}/nonfinite_gradients",
             "1",

@@ -400,9 +400,9 @@ def the_actors_loss():
         Aggregation("token-mean"),
     )
     totals = ObjectiveTotals("actor")
-    for norm, cosine in ((1.0, None), (3.0, 0.25), (2.0, 0.75)):
+    for norm in (1.0, 3.0, 2.0):
         totals.add(objective)
-        totals.steps.append(OptimizerStep(norm, cosine_with_past=cosine))
+        totals.steps.append(OptimizerStep(norm))
     return reported(totals), {
         "actor/pg_loss": (-1.2 + 0.8 + 3 - 1) / 4,
         "actor/entropy_loss": 2.5,
@@ -412,7 +412,6 @@ def the_actors_loss():
         "actor/pg_clipfrac_lower": 1 / 4,
         "actor/ppo_kl": -math.log(3 / 2 * 1 / 2 * 4) / 4,
         "actor/grad_norm": 2,
-        "actor/grad_cosine": 1 / 2,
     }
 
 
@@ -565,13 +564,12 @@ def the_critics_loss():
     )
     totals = ObjectiveTotals("critic")
     totals.add(value_objective(one_row(1, 1, 7, 7), batch, config, Aggregation("token-mean")))
-    totals.steps.append(OptimizerStep(2.5, cosine_with_past=-0.5))
+    totals.steps.append(OptimizerStep(2.5))
     expected = {
         "critic/vf_loss": (1 / 4 + 4) / 2 / 2,
         "critic/vf_clipfrac": 1 / 2,
         "critic/vpred_mean": 1,
         "critic/grad_norm": 2.5,
-        "critic/grad_cosine": -1 / 2,
         "critic/vf_explained_var": 1 - (1 / 2) / (2 + 1e-5),
         "critic/values/mean": 1 / 2,
         "critic/values/max": 1,
