@@ -16,9 +16,9 @@ from verl_rc.checkpoint import CheckpointStore, RunState, SavedRun, shards_probl
 from verl_rc.checkpoint.shard_folder import read_metadata
 from verl_rc.ppo.step_time import WaitTotals
 
-# An engine that replaces a lost one is sent the weights, too, which sync/bytes and sync/tensors count.
+# An engine that replaces a lost one is sent the weights, too, which sync/bytes counts.
 NOT_OF_THE_TRAINING = (
-    *("timing_", "perf/", "sync/canary", "sync/bytes", "sync/tensors", "recovery/", "trainer/idle_ratio"),
+    *("timing_", "perf/", "sync/canary", "sync/bytes", "recovery/", "trainer/idle_ratio"),
     *("async/wait_for_oldest_s", "async/pause_seconds", "env/wait_s", "env/hosts_lost"),
 )
 

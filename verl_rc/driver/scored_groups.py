@@ -152,16 +152,11 @@ def _with_overlong_penalty(scores: Scores, lengths: Tensor, kwargs: RewardKwargs
     buffer = kwargs.overlong_buffer_cfg
     if not buffer.enable:
         return scores
-    penalties = _overlong_penalties(lengths, kwargs)
+    assert buffer.len is not None
+    penalties = overlong_penalty(lengths, kwargs.max_resp_len, buffer.len, buffer.penalty_factor)
     columns = dict(zip(OVERLONG_COLUMNS, (penalties.tolist(), (penalties < 0).tolist()), strict=True))
     extras = {**scores.extras, **(columns if buffer.log else {})}
     return replace(scores, values=scores.values + penalties, extras=extras, unpenalised=scores.values)
-
-
-def _overlong_penalties(lengths: Tensor, kwargs: RewardKwargsConfig) -> Tensor:
-    buffer = kwargs.overlong_buffer_cfg
-    assert buffer.len is not None
-    return overlong_penalty(lengths, kwargs.max_resp_len, buffer.len, buffer.penalty_factor)
 
 
 def _is_informative(scores: Scores, count: int, options: FilterGroupsConfig) -> bool:
@@ -271,19 +266,12 @@ def record_batch_of_groups(
         greedy = sum(sample.num_sampled for group in groups for sample in group.samples[count:])
         record.ledger.add_sampled(greedy)
         record.ledger.book({"baseline": greedy})
-        record.add({"critic/reward_baselines/mean": float(samples.reward_baselines.double().mean())})
     if samples.component_scores is not None:
         for key, column in zip(
             config.algorithm.gdpo_reward_keys or (), samples.component_scores.T.double(), strict=True
         ):
             record.add({f"gdpo/{key}/{name}": value for name, value in _mean_max_min(column).items()})
             record.add({f"gdpo/{key}/std": float(column.std(correction=0))})
-    if config.reward.reward_kwargs.overlong_buffer_cfg.enable:
-        penalties = _overlong_penalties(lengths.response_lengths, config.reward.reward_kwargs).double()
-        record.add(
-            {f"critic/overlong_reward/{name}": value for name, value in _mean_max_min(penalties).items()}
-        )
-        record.add({"response_length/overlong_ratio": float((penalties < 0).double().mean())})
 
 
 def environment_metrics(columns: Mapping[str, Sequence[object]]) -> dict[str, float]:

@@ -134,7 +134,6 @@ class Supply:
             numbers = range(book.admitted, book.admitted + count)
             admitted = [self._new_group(number, *self._next_prompt()) for number in numbers]
             book.admit(admitted)
-            self._totals.draws += 1
             self._open(admitted)
         self._submit(
             [group for group in book.open.values() if not group.is_whole and group.submitted_at is None]
@@ -170,7 +169,7 @@ class Supply:
         record.add({"training/epoch": max(group.epoch for group in groups)})
         if not self._options.is_synchronous:
             rollouts = samples.rollouts
-            record.add(age_metrics(rollouts, ages, step - 1, self._rule.oldest, self._options.max_token_age))
+            record.add(age_metrics(rollouts, ages, step - 1, self._rule.oldest))
             record.add(version_metrics(rollouts.policy_versions, rollouts.response_mask, step - 1))
         return samples
 

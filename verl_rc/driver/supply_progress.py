@@ -106,8 +106,6 @@ class StepTotals:
     """Mean scores of groups that were accepted or filtered."""
     longest_group: float = 0.0
     """Seconds from a group's submission until it was whole, the longest."""
-    draws: int = 0
-    """Times that groups were admitted."""
     waited_for_oldest: float = 0.0
     """Seconds in which there were groups enough for a batch, and older ones were waited for."""
 
@@ -126,14 +124,13 @@ class StepTotals:
     def filter_metrics(
         self, ended: Mapping[str, Totals], samples: int, *, in_draws: bool
     ) -> dict[str, float]:
-        """Dynamic sampling with ``samples`` a group: the groups that were decided in the step, and how many
-        draws that took where they come ``in_draws``."""
+        """Dynamic sampling with ``samples`` a group: the groups that were decided in the step. A surplus is
+        left where prompts are drawn ``in_draws``."""
         filtered = ended["filtered"].groups
         decided = self.accepted + filtered
         metrics = {"training/filter_groups/evicted_samples": float(filtered * samples)}
         if in_draws:
             surplus = ended["surplus"].groups * samples
-            metrics["training/filter_groups/gen_batches"] = float(self.draws)
             metrics["training/filter_groups/discarded_surplus_samples"] = float(surplus)
         if decided:
             metrics["training/filter_groups/informative_ratio"] = self.accepted / decided
@@ -141,18 +138,13 @@ class StepTotals:
         return metrics
 
 
-def age_metrics(
-    rollouts: RolloutBatch, ages: Sequence[int], current: int, bound: int, limit: int | None
-) -> dict[str, float]:
-    """Ages of the groups and of their tokens, with the share above ``limit``; the trainer's weights are
-    version ``current``."""
+def age_metrics(rollouts: RolloutBatch, ages: Sequence[int], current: int, bound: int) -> dict[str, float]:
+    """Ages of the groups and of their tokens; the trainer's weights are version ``current``."""
     token_ages = current - rollouts.policy_versions[rollouts.response_mask].double()
-    too_old = {} if limit is None else {"async/too_old_fraction": float((token_ages > limit).double().mean())}
     return {
         "async/group_age/max": float(max(ages)),
         "async/group_age/bound": float(bound),
         "async/token_age/mean": float(token_ages.mean()),
-        **too_old,
     }
 
 

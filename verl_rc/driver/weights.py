@@ -125,9 +125,8 @@ class Publisher:
             self._judge_canary_samples(samples, version, record)
 
     def _add_size(self, record: StepRecord) -> None:
-        manifest = self._services.transport.manifest
-        sizes = {"sync/bytes": manifest.num_bytes, "sync/tensors": len(manifest.tensors)}
-        record.add_records(Metric(name, size, Reduction.SUM) for name, size in sizes.items())
+        size = self._services.transport.manifest.num_bytes
+        record.add_records([Metric("sync/bytes", size, Reduction.SUM)])
 
     def _deliver(self, version: int, record: StepRecord) -> None:
         engines = self._services.engines

@@ -39,14 +39,11 @@ def batch_metrics(
     }
     if rollouts.num_turns is not None and rollouts.tool_calls is not None:
         columns |= {"num_turns": rollouts.num_turns, "tool_call_counts": rollouts.tool_calls}
-    kept_counts = None if rollouts.tokens.kept_counts is None else rollouts.tokens.kept_counts[mask]
-    if kept_counts is not None and bool(kept_counts.any()):
-        columns["kept_set"] = kept_counts[kept_counts > 0]
     values = _mean_max_min(columns)
     values["response_length/clip_ratio"] = (lengths >= max_response_length).double().mean()
     values["prompt_length/clip_ratio"] = (prompts >= max_prompt_length).double().mean()
-    if kept_counts is not None:
-        values["kept_set/unrecorded_ratio"] = (kept_counts == 0).double().mean()
+    if rollouts.tokens.kept_counts is not None:
+        values["kept_set/unrecorded_ratio"] = (rollouts.tokens.kept_counts[mask] == 0).double().mean()
     if rollouts.tokens.experts_counts is not None:
         values["rollout/routed_fraction"] = (rollouts.tokens.experts_counts[mask] > 0).double().mean()
     values["perf/total_num_tokens"] = rollouts.tokens.sequence_lengths.sum().double()

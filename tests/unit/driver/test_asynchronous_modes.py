@@ -734,7 +734,6 @@ def test_old_tokens_leave_the_loss_and_the_baseline_keeps_them(tmp_path: Path) -
     run(tmp_path / "all", OWN_DEVICES, *no_rule, world=World(), **mode)
     run(tmp_path / "young", OWN_DEVICES, *no_rule, world=World(), max_token_age=0, **mode)
     every, young = lines(tmp_path / "all"), lines(tmp_path / "young")
-    assert [line["async/too_old_fraction"] for line in young] == [0, 1, 0, 1]
     assert all(
         young[step]["ledger/rejected_tokens"] == young[step]["ledger/sampled_tokens"] for step in (1, 3)
     )

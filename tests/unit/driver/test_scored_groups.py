@@ -36,7 +36,6 @@ def test_further_prompts_are_drawn_until_enough_tell_something() -> None:
     assert run.prompts.drawn == 4
     counted = {name.rpartition("/")[2]: value for name, value in metrics.items() if "filter_groups" in name}
     assert counted == {
-        "gen_batches": 2,
         "evicted_samples": 4,
         "discarded_surplus_samples": 0,
         "informative_ratio": 0.5,
@@ -153,7 +152,6 @@ def test_remax_asks_once_per_prompt_for_a_greedy_response() -> None:
     assert metrics["ledger/baseline_tokens"] == 12
     assert batch.reward_baselines is not None
     assert batch.reward_baselines.tolist() == [GREEDY_SCORE] * 4
-    assert metrics["critic/reward_baselines/mean"] == GREEDY_SCORE
 
 
 def test_gdpo_gets_its_columns() -> None:
@@ -173,13 +171,11 @@ def test_the_overlong_penalty_is_part_of_the_score_and_of_nothing_else() -> None
         "reward.reward_kwargs.max_resp_len=3",
         f"{section}.log=True",
     )
-    batch, metrics = sample(run)
+    batch, _ = sample(run)
     assert batch.scores.tolist() == [1, 0.5, 0, 0.5]
     assert batch.extras["acc"] == [1, 1, 0, 1]
     assert batch.extras["overlong_reward"] == [0, -0.5, 0, -0.5]
     assert batch.extras["overlong"] == [False, True, False, True]
-    assert metrics["response_length/overlong_ratio"] == 0.5
-    assert metrics["critic/overlong_reward/min"] == -0.5
 
 
 def test_the_overlong_penalty_weighs_its_factor_and_is_a_column_only_if_asked_for() -> None:

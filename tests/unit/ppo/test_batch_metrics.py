@@ -74,18 +74,12 @@ def test_equal_probabilities_give_no_nan() -> None:
     assert all(np.isfinite(value) for value in policy_gap_metrics(rollouts, evaluations).values())
 
 
-@pytest.mark.parametrize(("sizes", "spread"), [([0, 4, 2], (3, 4, 2)), ([0, 0, 0], None)])
-def test_sizes_of_kept_sets_are_of_those_recorded(
-    sizes: list[int], spread: tuple[float, float, float] | None
-) -> None:
+@pytest.mark.parametrize("sizes", [[0, 4, 2], [0, 0, 0]])
+def test_tokens_without_a_record_of_their_kept_set_are_counted(sizes: list[int]) -> None:
     rollouts = make_rollouts([1, 1, 1])
     rollouts.tokens.kept_counts = rollouts.response_mask * torch.tensor(sizes)[:, None]
     metrics = batch_metrics(scored([1, 1, 1], torch.zeros(3, 7)), torch.zeros(3), rollouts, 5, 100)
-    found = {name: value for name, value in metrics.items() if name.startswith("kept_set/")}
-    unrecorded = found.pop("kept_set/unrecorded_ratio")
-    assert unrecorded == pytest.approx(sizes.count(0) / 3)
-    names = ("kept_set/mean", "kept_set/max", "kept_set/min")
-    assert found == ({} if spread is None else dict(zip(names, spread, strict=True)))
+    assert metrics["kept_set/unrecorded_ratio"] == pytest.approx(sizes.count(0) / 3)
 
 
 def test_turns_and_tool_calls_where_there_are_tools() -> None:

@@ -191,14 +191,6 @@ _CRITIC = (
 _BATCH = (
     *spread("critic/score", "reward", "sequences of the score"),
     *spread(
-        "critic/overlong_reward", "reward", "sequences of the overlong penalty, which the score contains"
-    ),
-    MetricSpec(
-        "critic/reward_baselines/mean",
-        "reward",
-        "mean over prompts of the score of the greedy response; remax only",
-    ),
-    *spread(
         "reward/{column}",
         "of the column",
         "sequences of a number that the reward function returns beside the score; sequences without it do "

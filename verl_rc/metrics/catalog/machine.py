@@ -95,7 +95,6 @@ SYNC = (
         "Σ size of the tensors sent, also to replaced engines. With model.lora.merge=False, all weights once "
         "and then the adapters",
     ),
-    MetricSpec("sync/tensors", "1", "tensors sent, counted as in sync/bytes"),
     MetricSpec(
         "sync/update_survival",
         "1",

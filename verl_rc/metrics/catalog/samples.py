@@ -11,12 +11,6 @@ _LENGTHS = (
         "responses of data.max_response_length tokens / responses",
         (0, 0.1),
     ),
-    MetricSpec(
-        "response_length/overlong_ratio",
-        "1",
-        "responses with an overlong penalty below 0 / responses",
-        (0, 0.3),
-    ),
     *spread("prompt_length", "tokens", "sequences of the prompt's length"),
     MetricSpec(
         "prompt_length/clip_ratio",
@@ -52,17 +46,11 @@ _LENGTHS = (
         "1",
         "processes of environment.hosts that were lost, and replaced, since the step before",
     ),
-    *spread(
-        "kept_set",
-        "tokens",
-        "response tokens of the number of tokens that the sampling filter (top_p, top_k, min_p) has kept; "
-        "tokens without a record of it do not count",
-    ),
     MetricSpec(
         "kept_set/unrecorded_ratio",
         "1",
-        "response tokens without such a record, as the filter kept more than max_kept_tokens / response "
-        "tokens; they enter neither the loss nor rollout_corr/*",
+        "response tokens for which the sampling filter (top_p, top_k, min_p) has kept more than "
+        "max_kept_tokens / response tokens; they enter neither the loss nor rollout_corr/*",
         (0, 0.01),
     ),
     MetricSpec(
@@ -115,11 +103,6 @@ _TRAINING = (
         "training/filter_groups/discarded_surplus_samples",
         "1",
         "samples of the groups that passed the filter and exceeded data.train_batch_size",
-    ),
-    MetricSpec(
-        "training/filter_groups/gen_batches",
-        "1",
-        "batches of prompts sampled for the step",
     ),
     MetricSpec(
         "training/filter_groups/informative_ratio",
@@ -258,12 +241,6 @@ _SUPPLY = (
         "staleness_threshold where that is enough; the run ends if async/group_age/max is above it",
     ),
     MetricSpec("async/token_age/mean", "steps", "mean over response tokens of the age"),
-    MetricSpec(
-        "async/too_old_fraction",
-        "1",
-        "response tokens of an age > async_training.max_token_age / response tokens; the loss leaves them "
-        "out",
-    ),
     MetricSpec("async/in_flight_groups", "1", "groups that are being sampled when the step ends"),
     MetricSpec(
         "async/whole_waiting_groups",
