@@ -127,7 +127,7 @@ def test_documents_name_what_exists(check):
         (unknown_modules, "`verl_rc.ghost`, `verl_rc.metrics.ghost`, verl_rc.metrics.record.Ghost", 3),
         (
             unknown_metrics,
-            "`actor/pg_loss`, `rollout_corr/rollout_rs_{rule}_max`, `val-core/digits/acc/mean@1`",
+            "`actor/pg_loss`, `rollout_corr/rollout_rs_{rule}_{extreme}`, `val-core/digits/acc/mean@1`",
             0,
         ),
         (unknown_metrics, "`actor/pg_los`, `sync/ghost`", 2),

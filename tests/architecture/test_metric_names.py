@@ -98,9 +98,11 @@ def unreported_entries(trees: Iterable[ast.AST], catalog: Catalog) -> list[str]:
         samples = (text.replace("\0", "x") for text in whole)
         return (
             name in texts
+            or any(map(spec.matches, texts))
             or any(spec.matches(sample) for sample in samples)
             or any(re.fullmatch(re.escape(text).replace("\0", ".+"), name) for text in whole)
             or is_completed(name)
+            or (spec.name.startswith("{") and any(ending.fullmatch(name[1:]) for ending in endings))
         )
 
     return [

@@ -51,8 +51,6 @@ def correction_metrics(numbers: Numbers, settings: CorrectionSettings) -> dict[s
         for name, split in totals.splits.items()
         if split.count and (has_turns or not name.startswith("turn_"))
     }
-    if "token_age" in totals.extremes and totals.extremes["token_age"].largest > -math.inf:
-        metrics["token_age_max"] = totals.extremes["token_age"].largest
     if settings.full:
         metrics |= _percentiles("log_ratio", numbers.histograms[0])
         if totals.ratios is not None and (z := misalignment_z(totals.ratios)) is not None:

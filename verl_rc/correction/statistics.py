@@ -199,7 +199,6 @@ def _measure_ages(tokens: TokenSums, ages: Tensor, ratio: LogRatio, rejection: R
     """Add what tokens of each age add up to; ``ages``, int64 ``[b, t]``, are steps between the weights that
     sampled a token and the current ones."""
     totals = tokens.totals
-    totals.extremes["token_age"] = extremes(ages, ratio.valid)
     totals.means["token_age_mean"] = Mean(sequence_sum(ages * ratio.valid), ratio.sums.tokens)
     for age, bucket in enumerate(_buckets(ages, NUM_AGES)):
         totals.splits[f"age_{age}_k3_kl"] = _k3(ratio, bucket * ratio.valid)

@@ -80,7 +80,7 @@ class Totals(Generic[T]):
     """What is no metric by itself: ``distance``, the mean of ``|l|``; ``kept_tokens`` of response tokens, and
     ``kept_rows`` of rows with some, those with a kept token."""
     extremes: dict[str, Extremes[T]] = field(default_factory=dict)
-    """``distance`` (that of ``log_ratio`` from 0), ``log_ppl_diff``, ``token_age``."""
+    """``distance`` (that of ``log_ratio`` from 0), ``log_ppl_diff``."""
     weights: dict[str, WeightSums[T]] = field(default_factory=dict)
     """Importance weights before normalisation, applied or raw, by level (``applied_token``, …,
     ``raw_prompt``). Raw ones, before the threshold, of tokens: with full diagnostics, and where all tokens of

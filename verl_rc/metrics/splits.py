@@ -1,8 +1,41 @@
-"""What rollout correction tells apart in its metrics: percentiles, ages, turns, signs, answers; parts of
-their names."""
+"""What metrics tell apart, as parts of their names: stages of a step, accounts of the ledger; percentiles,
+ages, turns, signs and answers of tokens."""
 
 PERCENTS = (1, 5, 25, 50, 75, 95, 99)
 NUM_AGES = NUM_TURNS = 5
 """Ages and turns are told apart up to the last of these, which stands for all above it, too."""
 SIGNS = ("positive_advantage", "negative_advantage")
 ANSWERS = ("correct", "wrong")
+
+STAGES = {
+    "gen": "sample responses",
+    "admit": "draw prompts and hand them to the engines (asynchronous training)",
+    "reward": "score responses",
+    "old_log_prob": "compute log-probs of the proximal policy",
+    "ref": "compute log-probs of the reference policy",
+    "teacher": "compute log-probs of the teacher",
+    "values": "compute the critic's values",
+    "adv": "compute rollout correction and advantages, and check the batch, on the driver",
+    "correction_statistics": "run the extra pass without gradient that some corrections need before the loss",
+    "update_critic": "update the critic",
+    "update_actor": "update the actor",
+    "update_weights": "send the new weights to the engines and check that they arrived",
+    "sync_canary": "generate and check canary tokens",
+    "testing": "validate",
+    "save_checkpoint": "write a checkpoint: the part that the loop waits for",
+    "dump_rollout_generations": "write rollouts to disk",
+    "token_records": "write token records to disk",
+}
+"""What each stage of a step does, by name."""
+
+ACCOUNTS = {
+    "trained": "in the loss of an update that was taken, in the first epoch",
+    "rejected": "rejected by rollout correction; where the actor corrects, in the first epoch",
+    "overflow": "in the loss of an update that was skipped because the gradient, times actor/loss_scale, "
+    "overflowed float16",
+    "withheld": "of a batch that the actor did not train on, because of critic warm-up or an alert",
+    "filtered": "of prompts that algorithm.filter_groups dropped",
+    "surplus": "of prompts beyond data.train_batch_size after filtering",
+    "baseline": "of greedy responses that serve as a baseline only (remax)",
+}
+"""What became of tokens, by account of the ledger; ``nonfinite`` is one more."""

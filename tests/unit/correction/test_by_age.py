@@ -93,7 +93,6 @@ def test_every_number_against_a_loop(name: str, seed: int) -> None:
     assert ages_of(metrics) == pytest.approx(expected(rows, CONFIGS[name]), rel=1e-9, abs=1e-12)
     ages = [token.age for row in rows for token in row]
     assert metrics["rollout_corr/token_age_mean"] == pytest.approx(statistics.fmean(ages))
-    assert metrics["rollout_corr/token_age_max"] == max(ages)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -119,7 +119,7 @@ def test_gap_by_age() -> None:
     versions = torch.tensor([[3, 3, 3, 3], [2, 2, 2, 2], [3, 3, 3, 3]])
     metrics = full_metrics(policy_versions=versions)
     assert metrics["rollout_corr/age_1_k3_kl"] == pytest.approx((1.135335 + 0.021403) / 3, abs=1e-6)
-    assert metrics["rollout_corr/token_age_max"] == 1.0
+    assert metrics["rollout_corr/token_age_mean"] == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize(

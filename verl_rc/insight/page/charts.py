@@ -174,7 +174,7 @@ PANELS: dict[str, tuple[str, tuple[ChartSpec, ...]]] = {
             ChartSpec("Gap by age of the token", ("rollout_corr/age_*_k3_kl",)),
             ChartSpec(
                 "Age of tokens",
-                ("rollout_corr/token_age_mean", "rollout_corr/token_age_max", "async/token_age/mean"),
+                ("rollout_corr/token_age_mean", "async/token_age/mean", "async/group_age/max"),
             ),
             ChartSpec("Gap by turn", ("rollout_corr/turn_*_k3_kl",)),
             ChartSpec("Probabilities of engine and trainer", ("training/rollout_probs_diff_mean",)),
@@ -226,9 +226,8 @@ def _chart(spec: ChartSpec, run: RunData) -> Chart | None:
     if spec.stacked:
         lines.sort(key=lambda line: -math.fsum(line.series.finite().values))
     first = CATALOG.find(names[0]) if names else None
-    about = "; ".join(
-        f"{name}: {entry.formula}" for name in names if (entry := CATALOG.find(name)) is not None
-    )
+    entries = dict.fromkeys(entry for name in names if (entry := CATALOG.find(name)) is not None)
+    about = "; ".join(f"{entry.name}: {entry.formula}" for entry in entries)
     unit = spec.derived[1] if spec.derived is not None else "" if first is None else first.unit
     healthy = first.healthy if first is not None and len(names) == 1 else None
     return Chart(spec.title, "" if unit == "1" else unit, tuple(lines), about, spec.stacked, healthy)

@@ -7,33 +7,27 @@ _KEPT = ". With top_p, top_k or min_p, of the distribution over the kept tokens"
 _BY_LOSS = "docs/metrics.md, Clipping by policy loss, says which"
 
 
-def _update_metrics(role: str) -> tuple[MetricSpec, ...]:
-    """Gradients and optimizer steps of the ``actor`` or the ``critic``."""
-    return (
-        MetricSpec(
-            f"{role}/grad_norm",
-            "1",
-            "mean over updates of the L2 norm of the gradient of all weights, before clipping",
-        ),
-        MetricSpec(
-            f"{role}/nonfinite_gradients",
-            "1",
-            "updates skipped because their gradient was not finite",
-            (0, 0),
-        ),
-        MetricSpec(
-            f"{role}/loss_scale", "1", "factor on the loss in the last update of the step; in float16 only"
-        ),
-        MetricSpec(
-            f"{role}/overflowed_updates",
-            "1",
-            "updates skipped because the gradient, times loss_scale, overflowed; each halves loss_scale. In "
-            "float16 only",
-        ),
-        MetricSpec(f"{role}/lr", "1", "learning rate of the step's updates"),
-    )
-
-
+_UPDATES = (
+    MetricSpec(
+        "{role}/grad_norm",
+        "1",
+        "mean over updates of the L2 norm of the gradient of all weights, before clipping",
+    ),
+    MetricSpec(
+        "{role}/nonfinite_gradients", "1", "updates skipped because their gradient was not finite", (0, 0)
+    ),
+    MetricSpec(
+        "{role}/loss_scale", "1", "factor on the loss in the last update of the step; in float16 only"
+    ),
+    MetricSpec(
+        "{role}/overflowed_updates",
+        "1",
+        "updates skipped because the gradient, times loss_scale, overflowed; each halves loss_scale. In "
+        "float16 only",
+    ),
+    MetricSpec("{role}/lr", "1", "learning rate of the step's updates"),
+)
+"""Gradients and optimizer steps of actor and critic."""
 _ACTOR = (
     MetricSpec(
         "actor/pg_loss",
@@ -57,12 +51,9 @@ _ACTOR = (
         (0, 0.05),
     ),
     MetricSpec(
-        "actor/ratio_low", "1", "mean over updates, weighted by tokens, of the lower end of bapo's clip range"
-    ),
-    MetricSpec(
-        "actor/ratio_high",
+        "actor/ratio_{side}",
         "1",
-        "mean over updates, weighted by tokens, of the upper end of bapo's clip range",
+        "mean over updates, weighted by tokens, of the lower or the upper end of bapo's clip range",
     ),
     MetricSpec(
         "actor/ppo_kl",
@@ -114,7 +105,6 @@ _ACTOR = (
         f"reference){_KEPT}",
     ),
     MetricSpec("actor/kl_coef", "1", "actor.kl_loss_coef, the factor of kl_loss in the loss"),
-    *_update_metrics("actor"),
     MetricSpec(
         "actor/reward_kl_penalty",
         "nats",
@@ -142,28 +132,19 @@ _DISTILLATION = (
         "mean over the loss mask of |estimate loss_mode of KL(current || teacher)|, before loss_max_clamp; "
         "with forward_kl_topk the divergence over the topk tokens",
     ),
-    *(
-        MetricSpec(
-            f"distillation/{owner}_mass",
-            "1",
-            f"mean over the loss mask, in all updates, of the probability that {policy} gives to the topk "
-            "tokens of forward_kl_topk together",
-        )
-        for owner, policy in (("student", "the current policy"), ("teacher", "the teacher"))
+    MetricSpec(
+        "distillation/{owner}_mass",
+        "1",
+        "mean over the loss mask, in all updates, of the probability that the current policy (student) or "
+        "the teacher gives to the topk tokens of forward_kl_topk together",
     ),
     MetricSpec(
         "distillation/clamped_fraction",
         "1",
         "tokens of the loss mask with |estimate loss_mode| > loss_max_clamp / its tokens",
     ),
-    *(
-        MetricSpec(f"distillation/{name}", unit, f"actor/{name} of the teacher's term of the loss")
-        for name, unit in (
-            ("pg_clipfrac", "1"),
-            ("pg_clipfrac_lower", "1"),
-            ("ppo_kl", "nats"),
-            ("ppo_kl_clamped_fraction", "1"),
-        )
+    MetricSpec(
+        "distillation/{clipping}", "as actor/{clipping}", "actor/{clipping} of the teacher's term of the loss"
     ),
 )
 _CRITIC = (
@@ -180,7 +161,6 @@ _CRITIC = (
         (0, 0.3),
     ),
     MetricSpec("critic/vpred_mean", "reward", "mean over response tokens, in all updates, of the value"),
-    *_update_metrics("critic"),
     MetricSpec(
         "critic/vf_explained_var",
         "1",
@@ -189,8 +169,8 @@ _CRITIC = (
     ),
 )
 _BATCH = (
-    *spread("critic/score", "reward", "sequences of the score"),
-    *spread(
+    spread("critic/score", "reward", "sequences of the score"),
+    spread(
         "reward/{column}",
         "of the column",
         "sequences of a number that the reward function returns beside the score; sequences without it do "
@@ -203,10 +183,10 @@ _BATCH = (
         "wrong answer",
         (0, 0.01),
     ),
-    *spread("critic/rewards", "reward", "sequences of the sum of token rewards: score − KL penalty"),
-    *spread("critic/advantages", "1", "response tokens of A"),
-    *spread("critic/returns", "reward", "response tokens of the return"),
-    *spread("critic/values", "reward", "response tokens of the critic's value, before the updates"),
+    spread("critic/rewards", "reward", "sequences of the sum of token rewards: score − KL penalty"),
+    spread("critic/advantages", "1", "response tokens of A"),
+    spread("critic/returns", "reward", "response tokens of the return"),
+    spread("critic/values", "reward", "response tokens of the critic's value, before the updates"),
     MetricSpec(
         "gdpo/{key}/{statistic}",
         "reward",
@@ -215,5 +195,5 @@ _BATCH = (
     ),
 )
 
-LEARNING = (*_ACTOR, *_DISTILLATION, *_CRITIC, *_BATCH)
+LEARNING = (*_UPDATES, *_ACTOR, *_DISTILLATION, *_CRITIC, *_BATCH)
 """Entries of this section."""

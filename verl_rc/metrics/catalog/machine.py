@@ -1,51 +1,26 @@
 """Time and memory: seconds per stage, milliseconds per token, throughput, and what each weight sync sent."""
 
 from verl_rc.metrics.catalog.spec import MetricSpec
-
-_STAGES = {
-    "gen": "sample responses",
-    "admit": "draw prompts and hand them to the engines (asynchronous training)",
-    "reward": "score responses",
-    "old_log_prob": "compute log-probs of the proximal policy",
-    "ref": "compute log-probs of the reference policy",
-    "teacher": "compute log-probs of the teacher",
-    "values": "compute the critic's values",
-    "adv": "compute rollout correction and advantages, and check the batch, on the driver",
-    "correction_statistics": "run the extra pass without gradient that some corrections need before the loss",
-    "update_critic": "update the critic",
-    "update_actor": "update the actor",
-    "update_weights": "send the new weights to the engines and check that they arrived",
-    "sync_canary": "generate and check canary tokens",
-    "testing": "validate",
-    "save_checkpoint": "write a checkpoint: the part that the loop waits for",
-    "dump_rollout_generations": "write rollouts to disk",
-    "token_records": "write token records to disk",
-}
-_BUSY = ("gen", "old_log_prob", "ref", "teacher", "values", "update_critic", "update_actor")
-"""Stages in which workers compute."""
-_PER_TOKEN = ("gen", "ref", "teacher", "values", "adv", "update_critic", "update_actor")
+from verl_rc.metrics.splits import STAGES
 
 TIME = (
     MetricSpec("timing_s/step", "s", "wall-clock seconds of the step"),
-    *(
-        MetricSpec(f"timing_s/{stage}", "s", f"wall-clock seconds to {action}")
-        for stage, action in _STAGES.items()
+    MetricSpec(
+        "timing_s/{stage}",
+        "s",
+        "wall-clock seconds of a stage. "
+        + "; ".join(f"{stage}: {action}" for stage, action in STAGES.items()),
     ),
-    *(
-        MetricSpec(
-            f"timing_busy_s/{stage}",
-            "s",
-            f"seconds in which the slowest worker computed, within timing_s/{stage}",
-        )
-        for stage in _BUSY
+    MetricSpec(
+        "timing_busy_s/{stage}",
+        "s",
+        "seconds in which the slowest worker computed, within timing_s/{stage}; of stages in which workers "
+        "compute",
     ),
-    *(
-        MetricSpec(
-            f"timing_per_token_ms/{stage}",
-            "ms",
-            f"1000 · timing_s/{stage} / {'response tokens' if stage == 'gen' else 'perf/total_num_tokens'}",
-        )
-        for stage in _PER_TOKEN
+    MetricSpec(
+        "timing_per_token_ms/{stage}",
+        "ms",
+        "1000 · timing_s/{stage} / perf/total_num_tokens; of gen, / response tokens",
     ),
     MetricSpec("perf/total_num_tokens", "tokens", "prompt tokens + response tokens of the batch"),
     MetricSpec("perf/time_per_step", "s", "timing_s/step"),
@@ -67,15 +42,10 @@ TIME = (
         "maximum over the actor's ranks of (MemTotal − MemAvailable) of the host, after the update",
     ),
     MetricSpec(
-        "perf/max_memory_allocated_gb",
+        "perf/max_memory_{kind}_gb",
         "GiB",
-        "maximum over the actor's ranks of the GPU memory in tensors, at its peak since the process began",
-    ),
-    MetricSpec(
-        "perf/max_memory_reserved_gb",
-        "GiB",
-        "maximum over the actor's ranks of the GPU memory that PyTorch's allocator held, at its peak since "
-        "the process began",
+        "maximum over the actor's ranks of the GPU memory in tensors (allocated), or held by PyTorch's "
+        "allocator (reserved), at its peak since the process began",
     ),
     MetricSpec(
         "perf/overhead_fraction",
@@ -130,14 +100,9 @@ SYNC = (
         (0, 0),
     ),
     MetricSpec(
-        "sync/rollout_gap_mean",
+        "sync/rollout_gap_{statistic}",
         "nats",
-        "mean over response tokens of |proximal − rollout log-prob|, before the update",
-    ),
-    MetricSpec(
-        "sync/rollout_gap_max",
-        "nats",
-        "maximum over response tokens of |proximal − rollout log-prob|, before the update",
+        "mean or maximum (max) over response tokens of |proximal − rollout log-prob|, before the update",
     ),
     MetricSpec(
         "recovery/engines_replaced",

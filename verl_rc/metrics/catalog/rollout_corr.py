@@ -8,10 +8,18 @@ from verl_rc.metrics.splits import ANSWERS, SIGNS
 _NEAR_0: Bounds = (-BOUNDS.z, BOUNDS.z)
 
 _DISAGREEMENT: tuple[tuple[str, str, str, Bounds | None], ...] = (
-    ("training_log_ppl", "nats", "mean over sequences of −(mean train log-prob of the sequence)", None),
-    ("rollout_log_ppl", "nats", "mean over sequences of −(mean rollout log-prob of the sequence)", None),
-    ("training_ppl", "1", "mean over sequences of exp(−(mean train log-prob of the sequence))", None),
-    ("rollout_ppl", "1", "mean over sequences of exp(−(mean rollout log-prob of the sequence))", None),
+    (
+        "{policy}_log_ppl",
+        "nats",
+        "mean over sequences of −(mean train or rollout log-prob of the sequence)",
+        None,
+    ),
+    (
+        "{policy}_ppl",
+        "1",
+        "mean over sequences of exp(−(mean train or rollout log-prob of the sequence))",
+        None,
+    ),
     (
         "log_ppl_diff",
         "nats",
@@ -19,8 +27,7 @@ _DISAGREEMENT: tuple[tuple[str, str, str, Bounds | None], ...] = (
         (-0.1, 0.1),
     ),
     ("log_ppl_abs_diff", "nats", "mean over sequences of |m|", (0, 0.1)),
-    ("log_ppl_diff_max", "nats", "maximum over sequences of −m", None),
-    ("log_ppl_diff_min", "nats", "minimum over sequences of −m", None),
+    ("log_ppl_diff_{extreme}", "nats", "maximum or minimum over sequences of −m", None),
     (
         "ppl_ratio",
         "1",
@@ -50,25 +57,22 @@ _DISAGREEMENT: tuple[tuple[str, str, str, Bounds | None], ...] = (
 _WEIGHTS: tuple[tuple[str, str, Bounds | None], ...] = (
     ("mean", "mean over tokens of w", (0.5, 2)),
     ("std", "population standard deviation over tokens of w", (0, 1)),
-    ("min", "minimum over weights of w", None),
-    ("max", "maximum over weights of w", None),
+    ("{extreme}", "maximum or minimum over weights of w", None),
     ("eff_sample_size", "(Σ w)² / (n Σ w²) over weights", (0.5, 1)),
-    ("ratio_fraction_high", "weights with v > upper threshold / weights", (0, 0.1)),
     (
-        "ratio_fraction_low",
-        "weights with v < lower threshold / weights; without a lower threshold, 1/upper stands for it",
+        "ratio_fraction_{side}",
+        "weights with v > upper threshold (high), or with v < lower threshold (low) / weights; without a "
+        "lower threshold, 1/upper stands for it",
         (0, 0.1),
     ),
     ("seq_mean", "mean over sequences of the sequence's mean w", (0.5, 2)),
     ("seq_std", "standard deviation (n − 1) over sequences of the sequence's mean w", None),
-    ("seq_max", "maximum over sequences of the sequence's mean w", None),
-    ("seq_min", "minimum over sequences of the sequence's mean w", None),
+    ("seq_{extreme}", "maximum or minimum over sequences of the sequence's mean w", None),
     ("seq_max_deviation", "maximum over sequences of |the sequence's mean w − 1|", (0, 1)),
-    ("seq_fraction_high", "sequences whose mean v > upper threshold / sequences", (0, 0.1)),
     (
-        "seq_fraction_low",
-        "sequences whose mean v < lower threshold / sequences; without a lower threshold, 1/upper stands for "
-        "it",
+        "seq_fraction_{side}",
+        "sequences whose mean v > upper threshold (high), or whose mean v < lower threshold (low) / "
+        "sequences; without a lower threshold, 1/upper stands for it",
         (0, 0.1),
     ),
     (
@@ -85,19 +89,27 @@ _WEIGHTS: tuple[tuple[str, str, Bounds | None], ...] = (
 _RULE: tuple[tuple[str, str, Bounds | None], ...] = (
     ("mean", "mean over tokens of s; every token of a sequence counts with the sequence's s", None),
     ("std", "population standard deviation over tokens of s clamped to the rule's bounds", None),
-    ("max", "maximum of s; with a k1 rule, it belongs to the lowest ratio", None),
-    ("min", "minimum of s; with a k1 rule, it belongs to the highest ratio", None),
-    ("fraction_high", "values above the rule's upper bound / values", None),
-    ("fraction_low", "values below the rule's lower bound / values; 0 for rules other than k1", None),
-    ("seq_mean", "mean over sequences of the sequence's mean s", None),
-    ("seq_std", "standard deviation (n − 1) over sequences of the sequence's mean s", None),
-    ("seq_max", "maximum over sequences of the sequence's mean s", None),
-    ("seq_min", "minimum over sequences of the sequence's mean s", None),
-    ("seq_max_deviation", "maximum over sequences of |the sequence's mean s|", None),
-    ("seq_fraction_high", "sequences whose mean is above the rule's upper bound / sequences", None),
     (
-        "seq_fraction_low",
-        "sequences whose mean is below the rule's lower bound / sequences; k1 rules only",
+        "{extreme}",
+        "maximum or minimum of s; with a k1 rule, the maximum belongs to the lowest ratio",
+        None,
+    ),
+    (
+        "fraction_{side}",
+        "values above the rule's upper bound (high), or below its lower bound (low) / values; low is 0 for "
+        "rules other than k1",
+        None,
+    ),
+    (
+        "seq_{statistic}",
+        "mean, standard deviation (n − 1), maximum or minimum over sequences of the sequence's mean s",
+        None,
+    ),
+    ("seq_max_deviation", "maximum over sequences of |the sequence's mean s|", None),
+    (
+        "seq_fraction_{side}",
+        "sequences whose mean is above the rule's upper bound (high), or below its lower bound (low; only k1 "
+        "rules) / sequences",
         None,
     ),
     (
@@ -195,15 +207,18 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
         f"({' and '.join(SIGNS)}) or by score of the sequence ({ANSWERS[0]}, above 0, and {ANSWERS[1]})",
         None,
     ),
-    ("kept_score_mean", "reward", "mean score of the sequences with a kept token", None),
-    ("rejected_score_mean", "reward", "mean score of the sequences with every token rejected", None),
+    (
+        "{fate}_score_mean",
+        "reward",
+        "mean score of the sequences with a kept token, or of those with every token rejected",
+        None,
+    ),
     (
         "token_age_mean",
         "steps",
         "mean over tokens of the age; async/token_age/mean is that over all response tokens",
         (0, 4),
     ),
-    ("token_age_max", "steps", "maximum over tokens of the age", None),
     (
         "age_{age}_k3_kl",
         "nats",

@@ -2,35 +2,36 @@
 held-out ones are."""
 
 from verl_rc.metrics.catalog.spec import MetricSpec, spread
+from verl_rc.metrics.splits import ACCOUNTS
 
 _LENGTHS = (
-    *spread("response_length", "tokens", "sequences of the response's length"),
+    spread("response_length", "tokens", "sequences of the response's length"),
     MetricSpec(
         "response_length/clip_ratio",
         "1",
         "responses of data.max_response_length tokens / responses",
         (0, 0.1),
     ),
-    *spread("prompt_length", "tokens", "sequences of the prompt's length"),
+    spread("prompt_length", "tokens", "sequences of the prompt's length"),
     MetricSpec(
         "prompt_length/clip_ratio",
         "1",
         "sequences with a prompt of data.max_prompt_length tokens / sequences",
         (0, 0.1),
     ),
-    *spread(
+    spread(
         "num_turns",
         "1",
         "sequences of the number of messages: those of the prompt, of the policy and of tools",
     ),
-    *spread("tool_call_counts", "1", "sequences of the number of tool calls"),
-    *spread(
+    spread("tool_call_counts", "1", "sequences of the number of tool calls"),
+    spread(
         "env/{column}",
         "of the column",
         "sequences of a metric of the environment's replies, summed over the turns; sequences without it do "
         "not count",
     ),
-    *spread("env/wait_s", "s", "sequences of the seconds in which they waited for their environment"),
+    spread("env/wait_s", "s", "sequences of the seconds in which they waited for their environment"),
     MetricSpec(
         "env/calls_again",
         "1",
@@ -59,7 +60,7 @@ _LENGTHS = (
         "response tokens whose experts the engine recorded and the actor replays / response tokens",
         (1, 1),
     ),
-    *spread("global_seqlen", "tokens", "sequences of prompt length + response length"),
+    spread("global_seqlen", "tokens", "sequences of prompt length + response length"),
 )
 _TRAINING = (
     MetricSpec("training/global_step", "1", "number of the step, from 1"),
@@ -120,43 +121,30 @@ BATCH = (*_LENGTHS, *_TRAINING)
 """Entries of this section."""
 
 
-_TOKENS = {
-    "sampled": ("tokens that the policy sampled for the step; the sum of the other ledger/*_tokens", None),
-    "trained": ("tokens in the loss of an update that was taken, in the first epoch", None),
-    "rejected": (
-        "tokens that rollout correction rejected; where the actor corrects, in the first epoch",
-        None,
+ACCOUNTING = (
+    MetricSpec(
+        "ledger/sampled_tokens",
+        "tokens",
+        "tokens that the policy sampled for the step; the sum of the other ledger/*_tokens",
     ),
-    "nonfinite": (
+    MetricSpec(
+        "ledger/{account}_tokens",
+        "tokens",
+        "tokens by what became of them. "
+        + "; ".join(f"{account}: {meaning}" for account, meaning in ACCOUNTS.items()),
+    ),
+    MetricSpec(
+        "ledger/nonfinite_tokens",
+        "tokens",
         "tokens in the loss of an update that was skipped because its gradient was not finite",
         (0, 0),
     ),
-    "overflow": (
-        "tokens in the loss of an update that was skipped because the gradient, times actor/loss_scale, "
-        "overflowed float16",
-        None,
+    MetricSpec(
+        "ledger/prompts_{prompts}",
+        "1",
+        "prompts sampled for the step, which is the sum of the others: in_batch, filtered "
+        "(algorithm.filter_groups dropped them) and surplus (beyond data.train_batch_size after filtering)",
     ),
-    "withheld": (
-        "tokens of a batch that the actor did not train on, because of critic warm-up or an alert",
-        None,
-    ),
-    "filtered": ("tokens of prompts that algorithm.filter_groups dropped", None),
-    "surplus": ("tokens of prompts beyond data.train_batch_size after filtering", None),
-    "baseline": ("tokens of greedy responses that serve as a baseline only (remax)", None),
-}
-_PROMPTS = {
-    "sampled": "prompts sampled for the step; the sum of the other ledger/prompts_*",
-    "in_batch": "prompts in the batch",
-    "filtered": "prompts that algorithm.filter_groups dropped",
-    "surplus": "prompts beyond data.train_batch_size after filtering",
-}
-
-ACCOUNTING = (
-    *(
-        MetricSpec(f"ledger/{account}_tokens", "tokens", formula, healthy)
-        for account, (formula, healthy) in _TOKENS.items()
-    ),
-    *(MetricSpec(f"ledger/prompts_{account}", "1", formula) for account, formula in _PROMPTS.items()),
     MetricSpec(
         "alerts/gap",
         "1",
@@ -189,35 +177,33 @@ ACCOUNTING = (
 _BEST = "best of n samples, drawn with replacement from those of the prompt"
 _WORST = _BEST.replace("best", "worst")
 _VOTE = "value of the most frequent `pred` among n samples, drawn with replacement from those of the prompt"
-_AGGREGATES = {
-    "mean@{n}": "mean over prompts of the mean of their n samples",
-    "std@{n}": "mean over prompts of the standard deviation (n − 1) of their n samples",
-    "best@{n}/mean": f"mean over prompts of the expected {_BEST}",
-    "best@{n}/std": f"mean over prompts of the standard deviation of the {_BEST}",
-    "worst@{n}/mean": f"mean over prompts of the expected {_WORST}",
-    "worst@{n}/std": f"mean over prompts of the standard deviation of the {_WORST}",
-    "maj@{n}/mean": f"mean over prompts of the expected {_VOTE}",
-    "maj@{n}/std": f"mean over prompts of the standard deviation of the {_VOTE}",
-}
-_CORE = ("mean@{n}", "best@{n}/mean", "maj@{n}/mean")
+_MEAN = "mean over prompts of the mean of their n samples"
+_DRAWN = {"best": _BEST, "worst": _WORST, "maj": _VOTE}
 
 VALIDATION = (
+    MetricSpec("val-core/{data_source}/acc/mean@{n}", "1", _MEAN),
+    MetricSpec("val-core/{data_source}/reward/mean@{n}", "reward", _MEAN),
     *(
         MetricSpec(
-            f"val-core/{{data_source}}/{variable}/{aggregate}",
-            unit,
-            _AGGREGATES[aggregate],
+            f"val-core/{{data_source}}/{{variable}}/{name}@{{n}}/mean",
+            "of the variable",
+            f"mean over prompts of the expected {_DRAWN[name]}",
         )
-        for variable, unit in (("acc", "1"), ("reward", "reward"))
-        for aggregate in _CORE
+        for name in ("best", "maj")
+    ),
+    MetricSpec("val-aux/{data_source}/{variable}/mean@{n}", "of the variable", _MEAN),
+    MetricSpec(
+        "val-aux/{data_source}/{variable}/std@{n}",
+        "of the variable",
+        "mean over prompts of the standard deviation (n − 1) of their n samples",
     ),
     *(
         MetricSpec(
-            f"val-aux/{{data_source}}/{{variable}}/{aggregate}",
+            f"val-aux/{{data_source}}/{{variable}}/{name}@{{n}}/{{statistic}}",
             "of the variable",
-            formula,
+            f"mean over prompts of the expectation (mean) or the standard deviation (std) of the {drawn}",
         )
-        for aggregate, formula in _AGGREGATES.items()
+        for name, drawn in _DRAWN.items()
     ),
 )
 """Entries of this section."""
@@ -257,14 +243,10 @@ _SUPPLY = (
     ),
     MetricSpec("async/dropped_tokens", "tokens", "tokens of the groups dropped in the step for their age"),
     MetricSpec(
-        "async/pause_seconds/mean",
+        "async/pause_seconds/{statistic}",
         "s",
-        "mean over busy engines of the seconds between two tokens in which the weights were replaced",
-    ),
-    MetricSpec(
-        "async/pause_seconds/max",
-        "s",
-        "maximum over busy engines of the same seconds; recomputing async/recomputed_tokens comes on top",
+        "mean or maximum (max) over busy engines of the seconds between two tokens in which the weights were "
+        "replaced; recomputing async/recomputed_tokens comes on top",
     ),
     MetricSpec(
         "async/recomputed_tokens",
@@ -279,15 +261,13 @@ _SUPPLY = (
     ),
 )
 _VERSIONS = (
-    *spread(
+    spread(
         "training/off_policy/trajectory_spans",
         "1",
         "responses of newest − oldest policy version of their tokens + 1",
     ),
-    *spread(
-        "training/off_policy/trajectory_staleness", "steps", "responses of the age of their newest token"
-    ),
-    *spread(
+    spread("training/off_policy/trajectory_staleness", "steps", "responses of the age of their newest token"),
+    spread(
         "training/off_policy/trajectory_staleness_worst",
         "steps",
         "responses of the age of their oldest token",

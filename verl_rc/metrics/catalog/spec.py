@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from verl_rc.metrics.splits import ANSWERS, NUM_AGES, NUM_TURNS, PERCENTS, SIGNS
+from verl_rc.metrics.splits import ACCOUNTS, ANSWERS, NUM_AGES, NUM_TURNS, PERCENTS, SIGNS, STAGES
 
 Bounds = tuple[float | None, float | None]
 """Lower and upper bound; None: unbounded on that side."""
@@ -23,6 +23,18 @@ _PLACEHOLDER_VALUES = {
     "age": "|".join(map(str, range(NUM_AGES))),
     "turn": "|".join(map(str, range(NUM_TURNS))),
     "split": "|".join((*SIGNS, *ANSWERS)),
+    "stage": "|".join(STAGES),
+    "spread": "mean|max|min",
+    "extreme": "max|min",
+    "side": "high|low",
+    "role": "actor|critic",
+    "policy": "training|rollout",
+    "owner": "student|teacher",
+    "clipping": "pg_clipfrac|pg_clipfrac_lower|ppo_kl|ppo_kl_clamped_fraction",
+    "fate": "kept|rejected",
+    "kind": "allocated|reserved",
+    "account": "|".join(ACCOUNTS),
+    "prompts": "sampled|in_batch|filtered|surplus",
 }
 """Regular expressions; where values are finite, one that lists them."""
 
@@ -92,14 +104,10 @@ class MetricSpec:
         return re.compile(pattern)
 
 
-def spread(prefix: str, unit: str, quantity: str) -> tuple[MetricSpec, ...]:
-    """The entries ``<prefix>/mean``, ``/max`` and ``/min``; ``quantity``: what they are taken over, and of
+def spread(prefix: str, unit: str, quantity: str) -> MetricSpec:
+    """The entry of ``<prefix>/mean``, ``/max`` and ``/min``; ``quantity``: what they are taken over, and of
     what."""
-    statistics = {"mean": "mean", "max": "maximum", "min": "minimum"}
-    return tuple(
-        MetricSpec(f"{prefix}/{name}", unit, f"{statistic} over {quantity}")
-        for name, statistic in statistics.items()
-    )
+    return MetricSpec(f"{prefix}/{{spread}}", unit, f"mean, maximum and minimum over {quantity}")
 
 
 class Catalog:

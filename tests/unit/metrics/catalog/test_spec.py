@@ -29,10 +29,11 @@ def test_matches(pattern, name, matches):
     assert MetricSpec(pattern, "1", "").matches(name) is matches
 
 
-def test_spread_has_one_entry_a_statistic():
-    specs = spread("critic/score", "reward", "sequences of the score")
-    assert [spec.name for spec in specs] == ["critic/score/mean", "critic/score/max", "critic/score/min"]
-    assert specs[1].formula == "maximum over sequences of the score"
+def test_a_spread_is_one_entry_of_three_names():
+    spec = spread("critic/score", "reward", "sequences of the score")
+    names = ("mean", "max", "min", "std", "score")
+    assert [spec.matches(f"critic/score/{name}") for name in names] == [True] * 3 + [False] * 2
+    assert spec.formula == "mean, maximum and minimum over sequences of the score"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_every_name_of_the_golden_files_is_known(file):
             "rollout_corr/rollout_rs_token_k1_seq_masked_fraction",
             "rollout_corr/rollout_rs_{rule}_seq_masked_fraction",
         ),
-        ("val-aux/digits/sort/reward/best@4/mean", "val-aux/{data_source}/{variable}/best@{n}/mean"),
+        ("val-aux/digits/sort/reward/best@4/mean", "val-aux/{data_source}/{variable}/best@{n}/{statistic}"),
     ],
 )
 def test_the_most_specific_entry_describes_a_name(name, entry):
