@@ -59,7 +59,8 @@ def whole_run(overrides: list[str], reads: Path, tmp_path_factory: pytest.TempPa
     """The folder of a run of four steps with everything, as a user starts it; checkpoints of steps 2 and
     4."""
     folder = tmp_path_factory.mktemp("whole")
-    result = train([*overrides, *of_folder(folder), "trainer.report=at_end"], reads=reads)
+    more = ("trainer.report=at_end", "async_training.trace=True")
+    result = train([*overrides, *of_folder(folder), *more], reads=reads)
     assert result.returncode == 0, result.stderr[-3000:]
     said = result.stdout.splitlines()
     drawn = said.index(f"training curves: {folder / 'training_curves.png'}")

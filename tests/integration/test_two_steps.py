@@ -31,6 +31,17 @@ def test_metrics_of_every_step_are_written_and_known(whole_run: Path) -> None:
     assert [line["step"] for line in lines if "val-core/digits/acc/mean@1" in line] == [0, 2, 4]
 
 
+def test_the_trace_has_every_step_and_when_each_process_worked(whole_run: Path) -> None:
+    events = json.loads((whole_run / "trace.json").read_text().rstrip(",\n") + "]")
+    spans = [event for event in events if event["ph"] == "X"]
+    assert [span["name"] for span in spans if span["name"].startswith("step ")] == [
+        f"step {step}" for step in range(5)
+    ]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    work = {(names[span["pid"]], span["name"]) for span in spans}
+    assert {("driver", "gen"), ("rollout engine 0", "decode"), ("actor rank 0", "update")} <= work
+
+
 def test_rollouts_are_dumped_with_their_scores(whole_run: Path) -> None:
     samples = [json.loads(line) for line in (whole_run / "rollouts" / "1.jsonl").read_text().splitlines()]
     assert len(samples) == 4 * 4
