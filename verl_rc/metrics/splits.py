@@ -28,9 +28,10 @@ STAGES = {
 }
 """What each stage of a step does, by name."""
 
-ACCOUNTS = {
+TOKEN_ACCOUNTS = {
     "trained": "in the loss of an update that was taken, in the first epoch",
-    "rejected": "rejected by rollout correction; where the actor corrects, in the first epoch",
+    "rejected": "left out by rollout correction; where the actor corrects, in the first epoch",
+    "nonfinite": "in the loss of an update that was skipped because its gradient was not finite",
     "overflow": "in the loss of an update that was skipped because the gradient, times actor/loss_scale, "
     "overflowed float16",
     "withheld": "of a batch that the actor did not train on, because of critic warm-up or an alert",
@@ -38,4 +39,10 @@ ACCOUNTS = {
     "surplus": "of prompts beyond data.train_batch_size after filtering",
     "baseline": "of greedy responses that serve as a baseline only (remax)",
 }
-"""What became of tokens, by account of the ledger; ``nonfinite`` is one more."""
+"""Every account of a step's tokens and what is booked to it."""
+PROMPT_ACCOUNTS = {
+    "in_batch": "that the batch consists of",
+    "filtered": "that algorithm.filter_groups dropped",
+    "surplus": "beyond data.train_batch_size after filtering",
+}
+"""Every account of a step's prompts."""

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
-from verl_rc.ppo.ledger import TOKEN_ACCOUNTS, LedgerError, check_accounts
+from verl_rc.metrics.splits import TOKEN_ACCOUNTS
+from verl_rc.ppo.ledger import LedgerError, check_accounts
 
 Fate = Literal["trained", "filtered", "failed", "stale", "surplus"]
 FATES: Mapping[Fate, str] = {

@@ -4,25 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from verl_rc.data.optimizer_step import OptimizerStep
-
-TOKEN_ACCOUNTS = {
-    "trained": "in the loss of an optimizer step that was taken",
-    "rejected": "left out by rollout correction",
-    "nonfinite": "in an optimizer step that was left out because its gradient was not finite",
-    "overflow": "in an optimizer step that was left out because the loss's scale was too large for float16",
-    "withheld": "in a batch that the actor did not train on: critic warm-up, or an alert with the action "
-    "skip",
-    "filtered": "of prompts whose samples tell nothing (algorithm.filter_groups)",
-    "surplus": "of prompts beyond data.train_batch_size after filtering",
-    "baseline": "of greedy responses that serve as a baseline only (remax)",
-}
-"""Every account of tokens and what is booked to it."""
-PROMPT_ACCOUNTS = {
-    "in_batch": "that the step's batch consists of",
-    "filtered": "whose samples tell nothing (algorithm.filter_groups)",
-    "surplus": "beyond data.train_batch_size after filtering",
-}
-"""Every account of prompts."""
+from verl_rc.metrics.splits import PROMPT_ACCOUNTS, TOKEN_ACCOUNTS
 
 
 class LedgerError(RuntimeError):

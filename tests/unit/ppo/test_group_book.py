@@ -14,7 +14,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from verl_rc.config.async_training import AsyncTrainingConfig
-from verl_rc.metrics.catalog.samples import ACCOUNTING
+from verl_rc.metrics.catalog import check_names
+from verl_rc.metrics.splits import TOKEN_ACCOUNTS
 from verl_rc.ppo.group_book import (
     FATES,
     RUN_TOKEN_ACCOUNTS,
@@ -24,7 +25,7 @@ from verl_rc.ppo.group_book import (
     GroupBook,
     Totals,
 )
-from verl_rc.ppo.ledger import TOKEN_ACCOUNTS, LedgerError
+from verl_rc.ppo.ledger import LedgerError
 
 
 @dataclass(frozen=True)
@@ -244,8 +245,7 @@ def test_a_run_that_is_done_has_nothing_in_flight() -> None:
 
 def test_accounts_of_a_step_are_accounts_of_the_run() -> None:
     assert set(TOKEN_ACCOUNTS) < set(RUN_TOKEN_ACCOUNTS)
-    known = {spec.name for spec in ACCOUNTING}
-    assert {f"ledger/{account}_tokens" for account in TOKEN_ACCOUNTS} <= known
+    check_names(f"ledger/{account}_tokens" for account in TOKEN_ACCOUNTS)
 
 
 # resumed runs

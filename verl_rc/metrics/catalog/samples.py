@@ -2,7 +2,7 @@
 held-out ones are."""
 
 from verl_rc.metrics.catalog.spec import MetricSpec, spread
-from verl_rc.metrics.splits import ACCOUNTS
+from verl_rc.metrics.splits import PROMPT_ACCOUNTS, TOKEN_ACCOUNTS
 
 _LENGTHS = (
     spread("response_length", "tokens", "sequences of the response's length"),
@@ -131,19 +131,14 @@ ACCOUNTING = (
         "ledger/{account}_tokens",
         "tokens",
         "tokens by what became of them. "
-        + "; ".join(f"{account}: {meaning}" for account, meaning in ACCOUNTS.items()),
+        + "; ".join(f"{account}: {meaning}" for account, meaning in TOKEN_ACCOUNTS.items()),
     ),
-    MetricSpec(
-        "ledger/nonfinite_tokens",
-        "tokens",
-        "tokens in the loss of an update that was skipped because its gradient was not finite",
-        (0, 0),
-    ),
+    MetricSpec("ledger/nonfinite_tokens", "tokens", f"tokens {TOKEN_ACCOUNTS['nonfinite']}", (0, 0)),
     MetricSpec(
         "ledger/prompts_{prompts}",
         "1",
-        "prompts sampled for the step, which is the sum of the others: in_batch, filtered "
-        "(algorithm.filter_groups dropped them) and surplus (beyond data.train_batch_size after filtering)",
+        "prompts by what became of them. sampled: all of the step, which is the sum of the others; "
+        + "; ".join(f"{account}: {meaning}" for account, meaning in PROMPT_ACCOUNTS.items()),
     ),
     MetricSpec(
         "alerts/gap",

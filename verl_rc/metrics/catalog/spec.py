@@ -7,7 +7,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from verl_rc.metrics.splits import ACCOUNTS, ANSWERS, NUM_AGES, NUM_TURNS, PERCENTS, SIGNS, STAGES
+from verl_rc.metrics.splits import (
+    ANSWERS,
+    NUM_AGES,
+    NUM_TURNS,
+    PERCENTS,
+    PROMPT_ACCOUNTS,
+    SIGNS,
+    STAGES,
+    TOKEN_ACCOUNTS,
+)
 
 Bounds = tuple[float | None, float | None]
 """Lower and upper bound; None: unbounded on that side."""
@@ -33,8 +42,8 @@ _PLACEHOLDER_VALUES = {
     "clipping": "pg_clipfrac|pg_clipfrac_lower|ppo_kl|ppo_kl_clamped_fraction",
     "fate": "kept|rejected",
     "kind": "allocated|reserved",
-    "account": "|".join(ACCOUNTS),
-    "prompts": "sampled|in_batch|filtered|surplus",
+    "account": "|".join(TOKEN_ACCOUNTS),
+    "prompts": "|".join(("sampled", *PROMPT_ACCOUNTS)),
 }
 """Regular expressions; where values are finite, one that lists them."""
 
