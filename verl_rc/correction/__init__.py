@@ -1,7 +1,7 @@
 """ROLLOUT CORRECTION: measure the gap between trainer and rollout policy, weigh and reject what it biases.
 Pure."""
 
-from verl_rc.correction.correct import (
+from verl_rc.correction.batch import (
     CorrectionResult,
     NonFiniteLogProbError,
     compute_rollout_correction,
@@ -9,8 +9,8 @@ from verl_rc.correction.correct import (
     measure,
     require_finite,
 )
+from verl_rc.correction.context import SequenceContext
 from verl_rc.correction.metrics import Numbers, bound_for_acceptance
-from verl_rc.correction.sequences import SequenceContext
 from verl_rc.correction.statistics import CorrectionStatistics
 from verl_rc.tensor_ops.logprobs import interpolate_proximal
 

@@ -1,217 +1,127 @@
-"""THE PAGE of rollout correction: from log-probs to weights, keep mask and statistics, chunk by chunk."""
+"""THE PAGE of rollout correction: weights and keep mask from the log-probs of two policies.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+For a response token t of a sequence that the rollout policy sampled:
+
+    log-ratio     l_t = log pi_train(t) - log pi_rollout(t)
+    log-weight    token: l_t   prefix: sum_{s<=t} l_s   turn, sequence: sum of its l   geometric: mean of l
+    weight        w_t = min(exp(log-weight), upper); with a band 0 outside it
+    keep          lower <= statistic <= upper for every rule, the statistics being functions of l
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from verl_rc.config.rollout_correction import RolloutCorrectionConfig, WeightSettings
-from verl_rc.correction.histogram import log_ratio_histogram
+from verl_rc.config.rejection_rules import RejectionRule, Threshold
+from verl_rc.config.rollout_correction import CorrectionSettings, WeightSettings
 from verl_rc.correction.log_ratio import LogRatio
-from verl_rc.correction.metrics import SMALLEST_NORMALISER
-from verl_rc.correction.rejection import reject_sequences, reject_tokens
-from verl_rc.correction.sequences import (
-    LogProbs,
-    SequenceChunk,
-    SequenceContext,
-    newest_version,
-    sequence_chunks,
-)
-from verl_rc.correction.statistics import CorrectionStatistics, measure_sequences, measure_tokens
-from verl_rc.correction.totals import TokenSums, join_sequences
-from verl_rc.correction.weights import importance_weights
-from verl_rc.metrics.log_ratio_bins import NUM_BINS
-from verl_rc.tensor_ops.masked import group_numbers
+from verl_rc.tensor_ops import bound_log_ratio
 
 
 @dataclass(frozen=True)
-class CorrectionResult:
-    """Rollout correction of one batch."""
+class Weights:
+    """Importance weights of some sequences: ``[b, t]``, or ``[b, 1]`` where a sequence has one. Positions
+    without a valid token have some weight, too."""
 
-    weights: Tensor | None
-    """``[B, T]``, constants, 0 outside the response mask; None when ``rollout_is`` is null."""
+    logs: Tensor
+    """Logarithms of the raw weights, unbounded."""
+    raw: Tensor
+    """float64, before the threshold."""
+    applied: Tensor
+    """float64, after it and before normalisation."""
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Tokens of some sequences that rules exclude from the loss."""
+
     keep_mask: Tensor
-    """bool ``[B, T]``: what takes part in the policy loss; True on padding of sequences that are not rejected
-    as a whole."""
-    rejected_rows: Tensor
-    """bool ``[B]``: sequences with response tokens, all of them rejected."""
-    statistics: CorrectionStatistics
-    """What was measured, before rejection."""
-    config: RolloutCorrectionConfig
-
-    def metrics(self) -> dict[str, float]:
-        """``rollout_corr/*`` by name; one copy from the device."""
-        return self.statistics.metrics(self.config)
+    """bool ``[b, t]``: True where no rule and no log-prob that is not finite rejects."""
+    has_kept: Tensor
+    """bool ``[b]``: sequences with a response token that is kept."""
+    statistics: Mapping[str, Tensor]
+    """What the rules bound, by their name: ``[b, t]``, or ``[b, 1]`` of whole sequences."""
+    below_veto: Tensor | None
+    """bool ``[b, t]``: valid tokens below ``rollout_token_veto_threshold``."""
+    opsm: Tensor | None
+    """bool ``[b, t]``: tokens that off-policy sequence masking rejects."""
 
 
-@torch.no_grad()
-def compute_rollout_correction(  # noqa: PLR0913  (a public function: named arguments for notebooks and other trainers)
-    train_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    response_mask: Tensor,
-    config: RolloutCorrectionConfig | Mapping[str, object],
-    advantages: Tensor | None = None,
-    group_ids: Tensor | Sequence[str] | Sequence[int] | None = None,
-    policy_versions: Tensor | None = None,
-    *,
-    scores: Tensor | None = None,
-    entropies: Tensor | None = None,
-    sum_pi_squared: Tensor | None = None,
-    varentropies: Tensor | None = None,
-    engines: Tensor | None = None,
-    current_version: int | None = None,
-) -> CorrectionResult:
-    """Measure and apply rollout correction on a whole batch.
+def importance_weights(ratio: LogRatio, settings: WeightSettings) -> Weights:
+    """The weights of a level (see above). token corrects the action but not the states; prefix both
+    (per-decision importance sampling: Precup, Sutton and Singh 2000); turn a turn as one action; sequence is
+    the unbiased ratio of whole responses; geometric does not grow with length."""
+    l = ratio.values.double()  # noqa: E741  (as in the formulas)
+    logs = {
+        "token": lambda: l,
+        "prefix": lambda: l.cumsum(dim=-1),
+        "turn": lambda: ratio.turn_sums(l),
+        "sequence": lambda: ratio.sequence_sums(l)[:, None],
+        "geometric": lambda: ratio.sequence_means(l)[:, None],
+    }[settings.level]()
+    raw = bound_log_ratio(logs).exp()
+    return Weights(logs, raw, bounded(raw, settings.threshold))
 
-    The ratio is always train over rollout.
 
-    Args:
-        train_log_probs: ``[B, T]``, nats.
-        rollout_log_probs: ``[B, T]``, nats.
-        response_mask: ``[B, T]``.
-        config: The model, or a mapping of its fields.
-        advantages: ``[B, T]``; rules that look at their sign need them.
-        group_ids: The prompt of each sequence; read with ``diagnostics=full``.
-        policy_versions: int ``[B, T]`` or ``[B]``; with any diagnostics, to measure by token age.
-        scores: ``[B]``, above 0 is correct; read with ``diagnostics=full``.
-        entropies: ``[B, T]``, nats, of the train policy's distributions; read with ``diagnostics=full``.
-        sum_pi_squared: ``[B, T]``, sums of their squared probabilities; read with ``diagnostics=full``.
-        varentropies: ``[B, T]``, nats^2, variances of the log-prob of a token drawn from them; read with
-            ``diagnostics=full``. Without them there is no ``surprisal_excess_bound``.
-        engines: int ``[B]``, number of the engine that sampled each sequence; read with ``diagnostics=full``.
-        current_version: Version from which ages count; None: the newest of ``policy_versions``.
+def bounded(weights: Tensor, threshold: Threshold) -> Tensor:
+    """Truncation ``min(w, upper)`` (Ionides 2008), or the band of IcePop (arXiv:2510.18855): ``w`` where
+    ``lower <= w <= upper``, else 0."""
+    if threshold.lower is None:
+        return weights.clamp(max=threshold.upper)
+    return torch.where((threshold.lower <= weights) & (weights <= threshold.upper), weights, 0.0)
 
-    Raises:
-        ValueError: Shapes differ, advantages are missing, or a log-prob is not finite under
-            ``nonfinite_logprob=raise``.
+
+def reject(ratio: LogRatio, settings: CorrectionSettings, advantages: Tensor | None) -> Rejection:
+    """Apply every rule to all tokens, also to those that another one rejects.
+
+    ``advantages`` ``[b, t]`` are for the rule that reads their sign; ``ValueError`` when they are missing.
+    Rules do not see tokens with log-probs that are not finite; under ``nonfinite_logprob=neutral`` these
+    count with a ratio of 1.
     """
-    config = _as_config(config)
-    context = SequenceContext(
-        group_slots=None if group_ids is None else group_numbers(group_ids, train_log_probs.device),
-        policy_versions=policy_versions,
-        current_version=current_version,
-        advantages=advantages,
-        scores=scores,
-        entropies=entropies,
-        sum_pi_squared=sum_pi_squared,
-        varentropies=varentropies,
-        engines=engines,
-    )
-    context.check(train_log_probs.shape)
-    if policy_versions is not None and current_version is None:
-        context = replace(context, current_version=newest_version(policy_versions, response_mask))
-    result = correct_sequences(train_log_probs, rollout_log_probs, response_mask, config, context)
-    if config.nonfinite_logprob == "raise":
-        require_finite(result.statistics.nonfinite_fraction, config)
-    return result
+    candidates = ratio.response if settings.nonfinite == "neutral" else ratio.valid
+    keep = torch.ones_like(candidates)
+    statistics, below_veto, opsm = dict[str, Tensor](), None, None
+    for rule in settings.rules:
+        statistic = rule_statistic(rule.rule, ratio)
+        statistics[rule.name] = statistic
+        inside = (rule.lower <= statistic) & (statistic <= rule.upper)
+        # A rule on sequences rejects their padding, too, and none without a valid token.
+        judged = ratio.lengths[:, None] > 0 if rule.rule.rejects_rows else candidates
+        keep = keep & (inside | ~judged)
+    if settings.log_veto is not None:
+        below_veto = ratio.valid & (ratio.values < settings.log_veto)
+        keep = keep & ~below_veto.any(dim=-1, keepdim=True)
+    if settings.opsm_threshold is not None:
+        if advantages is None:
+            threshold = f"rollout_opsm_threshold={settings.opsm_threshold}"
+            raise ValueError(f"{threshold} looks at the sign of the advantages: pass advantages [B, T]")
+        # DeepSeek-V3.2, arXiv:2512.02556, equation 9: negative samples that the policy no longer produces.
+        drift = -ratio.sequence_means(ratio.values)[:, None]
+        opsm = ratio.response & (advantages < 0) & (drift > settings.opsm_threshold)
+        keep = keep & ~opsm
+    nonfinite = ratio.response & ~ratio.valid
+    if settings.nonfinite == "reject_token":
+        keep = keep & ~nonfinite
+    elif settings.nonfinite == "reject_sequence":
+        keep = keep & ~nonfinite.any(dim=-1, keepdim=True)
+    return Rejection(keep, (keep & ratio.response).any(dim=-1), statistics, below_veto, opsm)
 
 
-@torch.no_grad()
-def correct_sequences(
-    train_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    response_mask: Tensor,
-    config: RolloutCorrectionConfig,
-    context: SequenceContext,
-    batch: CorrectionStatistics | None = None,
-) -> CorrectionResult:
-    """Correct some sequences of a batch; nothing is raised for log-probs that are not finite.
-
-    ``batch``: statistics of the whole batch, by whose mean weight batch normalisation divides; None: those of
-    these sequences. Raises ``ValueError`` when shapes differ or ``context`` lacks advantages that a rule
-    needs.
-    """
-    log_probs, settings = LogProbs(train_log_probs, rollout_log_probs, response_mask), config.settings()
-    shape, device = train_log_probs.shape, train_log_probs.device
-    context.check(shape)
-    weights = None if settings.weights is None else torch.zeros(shape, dtype=log_probs.dtype, device=device)
-    keep_mask = torch.ones(shape, dtype=torch.bool, device=device)
-    histogram = torch.zeros(NUM_BINS, dtype=torch.float64, device=device)
-
-    # A call for each chunk: its temporaries are gone before those of the next one come.
-    def correct_chunk(chunk: SequenceChunk) -> TokenSums:
-        ratio, chunk_context = LogRatio.from_log_probs(log_probs.take(chunk)), context.take(chunk)
-        chunk_weights = importance_weights(ratio, settings)
-        # Independent of the weights: a rejected token keeps its own.
-        rejection = reject_tokens(ratio, settings, chunk_context.advantages)
-        if weights is not None and chunk_weights is not None:
-            chunk.write(chunk_weights.applied, weights)
-        if rejection.causes:
-            chunk.write((ratio.response - rejection.kept).bool().logical_not_(), keep_mask)
-        if settings.full:
-            histogram.add_(log_ratio_histogram(ratio.values, ratio.valid))
-        return measure_tokens(ratio, chunk_weights, rejection, chunk_context, settings)
-
-    chunks = sequence_chunks(response_mask)
-    # All sequences at once: operations on the few of a chunk would take as long as those on its tokens.
-    tokens = join_sequences(list(map(correct_chunk, chunks)), torch.cat([chunk.rows for chunk in chunks]))
-    rejection = reject_sequences(tokens, settings)
-    statistics = measure_sequences(tokens, rejection, settings, context, log_probs, histogram)
-    # Copied to all positions first: on a CPU an operation with a broadcast bool takes ten times as long.
-    keep_mask.logical_and_(rejection.kept.bool()[:, None].expand(shape).contiguous())
-    if weights is not None and settings.weights is not None and settings.weights.batch_normalize:
-        weights.div_(_mean_weight(batch or statistics, settings.weights))
-    rejected_rows = (tokens.sequences.response_tokens > 0) & (rejection.kept * tokens.kept_tokens == 0)
-    return CorrectionResult(weights, keep_mask, rejected_rows, statistics, config)
-
-
-@torch.no_grad()
-def measure(
-    train_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    response_mask: Tensor,
-    config: RolloutCorrectionConfig | Mapping[str, object],
-    context: SequenceContext | None = None,
-) -> CorrectionStatistics:
-    """The statistics of ``correct_sequences`` alone: mergeable, before any rejection. Sequences without
-    response tokens never count.
-
-    ``train_log_probs`` ``[B, T]``, nats, are those of the proximal policy (decoupled) or of the current one
-    (bypass).
-    """
-    return correct_sequences(
-        train_log_probs,
-        rollout_log_probs,
-        response_mask,
-        _as_config(config),
-        context or SequenceContext(),
-    ).statistics
-
-
-def _as_config(config: RolloutCorrectionConfig | Mapping[str, object]) -> RolloutCorrectionConfig:
-    # A model is not checked again: a caller may have changed one field of it on purpose.
-    return (
-        config
-        if isinstance(config, RolloutCorrectionConfig)
-        else RolloutCorrectionConfig.model_validate(config)
-    )
-
-
-def _mean_weight(batch: CorrectionStatistics, settings: WeightSettings) -> Tensor:
-    """What the batch's weights are divided by: ``rollout_is_batch_norm_factor``, but the number stays on its
-    device."""
-    level = "sequence" if settings.is_per_row else "token"
-    mean = 1.0 + batch.totals().weights[f"applied_{level}"].excess.value
-    return torch.where(mean > SMALLEST_NORMALISER, mean, 1.0)
-
-
-class NonFiniteLogProbError(ValueError):
-    """Too many tokens have log-probs that are not finite numbers."""
-
-
-def require_finite(share: float, config: RolloutCorrectionConfig) -> None:
-    """Raise ``NonFiniteLogProbError`` when a larger share of the response tokens than the configuration
-    allows is not finite.
-
-    Under ``nonfinite_logprob=raise`` none may be, else the share ``nonfinite_stop_fraction``.
-    """
-    section = "algorithm.rollout_correction"
-    allowed = 0.0 if config.nonfinite_logprob == "raise" else config.nonfinite_stop_fraction
-    if share > allowed:
-        raise NonFiniteLogProbError(
-            f"at most {allowed:.2%} of the response tokens may have a log-prob that is NaN or infinite, got "
-            f"{share:.2%}. Corrupt logits are the usual cause: look at the weights and the precision of "
-            f"engine and trainer. To go on all the same, raise {section}.nonfinite_stop_fraction (now "
-            f"{config.nonfinite_stop_fraction}) under {section}.nonfinite_logprob=reject_sequence."
-        )
+def rule_statistic(rule: RejectionRule, ratio: LogRatio) -> Tensor:
+    """The statistic of a rule, float64: of each token, or the sum or mean over its turn, ``[b, t]``; or the
+    sum, mean or maximum over a sequence, ``[b, 1]``."""
+    divergence = ratio.divergence(rule.divergence)
+    if rule.scope == "token":
+        return divergence
+    if rule.scope == "turn_sum":
+        return ratio.turn_sums(divergence)
+    if rule.scope == "turn_mean":
+        return ratio.turn_sums(divergence) / ratio.turn_sums(ratio.ones).clamp(min=1)
+    of_sequence = {
+        "seq_sum": ratio.sequence_sums,
+        "seq_mean": ratio.sequence_means,
+        "seq_max": ratio.sequence_maxima,
+    }[rule.scope](divergence)
+    return of_sequence[:, None]

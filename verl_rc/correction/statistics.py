@@ -1,4 +1,5 @@
-"""Mergeable statistics: sums over sequences that are added over micro-batches and ranks without loss."""
+"""What is measured of some sequences: masked sums over ``[B, T]`` that merge over parts, micro-batches and
+ranks without loss."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,33 +9,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.linalg import vecdot
-from torch.nn.functional import pad
 
 from verl_rc.config.rejection_rules import BoundedRule
 from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig, WeightSettings
+from verl_rc.correction.context import SequenceContext
+from verl_rc.correction.correct import Rejection, Weights
 from verl_rc.correction.histogram import log_ratio_histogram
-from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, moments, sequence_sum
-from verl_rc.correction.metrics import Numbers, correction_metrics
-from verl_rc.correction.rejection import Rejection, outside, row_statistics
-from verl_rc.correction.sequences import LogProbs, SequenceContext
+from verl_rc.correction.log_ratio import LogRatio
+from verl_rc.correction.metrics import SMALLEST_NORMALISER, Numbers, correction_metrics
 from verl_rc.correction.signatures import signature_sums
-from verl_rc.correction.totals import (
-    Means,
-    RuleSums,
-    RuleTotals,
-    SequenceSums,
-    TokenSums,
-    Totals,
-    WeightSums,
-    map_totals,
-)
-from verl_rc.correction.weights import Weights
+from verl_rc.correction.totals import RuleTotals, Totals, WeightSums, map_numbers
 from verl_rc.metrics.log_ratio_bins import NUM_BINS
-from verl_rc.metrics.mergeable import Extremes, Mean
+from verl_rc.metrics.mergeable import Extremes, Mean, Moments
 from verl_rc.metrics.signatures import signature_metrics
 from verl_rc.metrics.splits import ANSWERS, NUM_AGES, NUM_TURNS, SIGNS
-from verl_rc.tensor_ops import bound_log_ratio
+from verl_rc.tensor_ops import LOG_RATIO_BOUND, bound_log_ratio
 
 
 @dataclass(frozen=True)
@@ -53,26 +42,17 @@ class CorrectionStatistics:
     """The record itself, with 0 in place of every number."""
 
     @classmethod
-    def from_sequences(
-        cls, sequences: Totals[Tensor], histograms: Sequence[Tensor]
-    ) -> "CorrectionStatistics":
-        """Statistics of what every sequence adds: columns ``[B]``."""
+    def from_totals(cls, totals: Totals[Tensor], histograms: Sequence[Tensor]) -> "CorrectionStatistics":
+        """Statistics of scalars on one device."""
         sums: list[Tensor] = []
         maxima: list[Tensor] = []
 
-        def append(column: Tensor, is_extreme: bool) -> float:
-            (maxima if is_extreme else sums).append(column.double())
+        def append(number: Tensor, is_extreme: bool) -> float:
+            (maxima if is_extreme else sums).append(number.double())
             return 0.0
 
-        # float64 also for counts: float32 would stop counting tokens at 16 million.
-        layout = map_totals(append, sequences)
-        # Over no sequences at all the maximum is that of the padding: no value.
-        largest = pad(torch.stack(maxima), (0, 1), value=-torch.inf).amax(dim=1)
-        return cls(torch.cat([torch.stack(sums).sum(dim=1), *histograms]), largest, layout)
-
-    def totals(self) -> Totals[Tensor]:
-        """The record with scalars that are still on their device."""
-        return self._filled(self.sums.unbind(), self.maxima.unbind())[0]
+        layout = map_numbers(append, totals)
+        return cls(torch.cat([torch.stack(sums), *histograms]), torch.stack(maxima), layout)
 
     def numbers(self) -> Numbers:
         """All statistics as Python numbers; read from the device once, in one copy."""
@@ -88,9 +68,15 @@ class CorrectionStatistics:
 
     def _filled(self, sums: Sequence[Any], maxima: Sequence[Any]) -> tuple[Totals[Any], list[Any]]:
         added, extremes = iter(sums), iter(maxima)
-        return map_totals(lambda _, is_extreme: next(extremes if is_extreme else added), self.layout), list(
-            added
-        )
+        totals = map_numbers(lambda _, is_extreme: next(extremes if is_extreme else added), self.layout)
+        return totals, list(added)
+
+    def mean_weight(self, settings: WeightSettings) -> Tensor:
+        """The divisor of batch normalisation, a scalar still on its device:
+        ``rollout_is_batch_norm_factor``."""
+        totals, _ = self._filled(self.sums.unbind(), self.maxima.unbind())
+        mean = 1.0 + totals.weights[f"applied_{'sequence' if settings.is_per_row else 'token'}"].excess.value
+        return torch.where(mean > SMALLEST_NORMALISER, mean, 1.0)
 
     @property
     def k3_kl(self) -> float:
@@ -128,273 +114,261 @@ class CorrectionStatistics:
         """Return the same statistics with other numbers: after a reduction, or on another device."""
         return replace(self, sums=sums, maxima=maxima)
 
+    def with_prompts(
+        self, row_weights: dict[str, Tensor], rows: Tensor, group_slots: Tensor
+    ) -> "CorrectionStatistics":
+        """Add the weights of prompts: the mean over the sequences of each.
 
-def measure_tokens(
+        ``row_weights`` are those of all sequences ``[B]``, applied and raw, and ``rows``, bool ``[B]``, are
+        those with valid tokens.
+        """
+        totals, rest = self._filled(self.sums.unbind(), self.maxima.unbind())
+        count = torch.zeros_like(group_slots, dtype=torch.float64).index_add_(0, group_slots, rows.double())
+        for kind, weights in row_weights.items():
+            total = torch.zeros_like(count).index_add_(0, group_slots, torch.where(rows, weights, 0.0))
+            totals.weights[f"{kind}_prompt"] = _weight_sums(total / count.clamp(min=1), count > 0)
+        return CorrectionStatistics.from_totals(totals, [torch.stack(rest)] if rest else [])
+
+
+# Over tokens: values are ``[b, t]``, 0 where no token is valid, or ``[b, 1]``, of a sequence at each of its
+# tokens. Over sequences: values are ``[b]``, members bool ``[b]``. Shares: all are bool.
+
+
+def _token_sum(values: Tensor, ratio: LogRatio) -> Tensor:
+    if values.shape == ratio.values.shape:
+        return values.sum(dtype=torch.float64)
+    return (values[:, 0] * ratio.lengths).sum()
+
+
+def _token_mean(values: Tensor, ratio: LogRatio) -> Mean[Tensor]:
+    return Mean(_token_sum(values, ratio), ratio.lengths.sum())
+
+
+def _token_moments(values: Tensor, ratio: LogRatio) -> Moments[Tensor]:
+    values = values.double()
+    return Moments(_token_sum(values, ratio), ratio.lengths.sum(), _token_sum(values * values, ratio))
+
+
+def _token_extremes(values: Tensor, ratio: LogRatio) -> Extremes[Tensor]:
+    return _extremes(
+        values, ratio.valid if values.shape == ratio.values.shape else ratio.lengths[:, None] > 0
+    )
+
+
+def _mean(values: Tensor, members: Tensor) -> Mean[Tensor]:
+    return Mean((values * members).sum(), members.count_nonzero())
+
+
+def _moments(values: Tensor, members: Tensor) -> Moments[Tensor]:
+    values = values * members
+    return Moments(values.sum(), members.count_nonzero(), values.square().sum())
+
+
+def _extremes(values: Tensor, members: Tensor) -> Extremes[Tensor]:
+    if not values.numel():
+        nothing = torch.full((), -torch.inf, dtype=torch.float64, device=values.device)
+        return Extremes(nothing, nothing)
+    excluded = torch.where(members, 0.0, -torch.inf)
+    return Extremes((excluded + values).amax().double(), (excluded - values).amax().double())
+
+
+def _share(part: Tensor, whole: Tensor) -> Mean[Tensor]:
+    return Mean((part & whole).count_nonzero(), whole.count_nonzero())
+
+
+def measure_rows(
     ratio: LogRatio,
     weights: Weights | None,
     rejection: Rejection,
     context: SequenceContext,
     settings: CorrectionSettings,
-) -> TokenSums:
-    """What the tokens of a chunk add up to; ``rejection`` is that of tokens by themselves."""
-    sums, totals = ratio.sums, Totals[Tensor]()
-    row_weights = {} if weights is None else _measure_token_weights(totals, weights, ratio, settings)
-    clamped = indicator(torch.ne, ratio.values, ratio.bounded).sum(dim=-1).double()
-    totals.means["safety_clamped_fraction"] = Mean(clamped, sums.tokens)
-    if settings.opsm_threshold is not None:
-        masked = sequence_sum(rejection.causes["opsm"])
-        share = Mean((masked > 0).double(), sums.response_rows)
-        totals.means["rollout_rs_opsm_masked_fraction"] = Mean(masked, sums.response_tokens)
-        totals.means["rollout_rs_opsm_seq_masked_fraction"] = share
-    tokens = TokenSums(
-        sequences=sums,
-        kept_tokens=rejection.kept.sum(dim=-1).double() if rejection.causes else sums.response_tokens,
-        train=sequence_sum(ratio.train),
-        bounded=sequence_sum(ratio.precise),
-        ratios=moments(ratio.excess, sums.tokens),
-        rules=rejection.rules,
-        row_weights=row_weights,
-        totals=totals,
-        row_statistics=row_statistics(ratio, settings),  # last: the divergences of rules stay alive
-    )
-    if (ages := context.ages(ratio.response)) is not None:
-        _measure_ages(tokens, ages, ratio, rejection)
-    if settings.full:
-        _measure_turns_and_signs(tokens, ratio, rejection, context.advantages)
-    return tokens
-
-
-def _measure_token_weights(
-    totals: Totals[Tensor], weights: Weights, ratio: LogRatio, settings: CorrectionSettings
-) -> dict[str, Tensor]:
-    """Add the weights of tokens where each has its own; return ``TokenSums.row_weights``."""
-    sums = ratio.sums
-    if settings.weights is None or settings.weights.is_per_row:
-        return {"applied": weights.excess, "raw": weights.raw_excess}
-    # Logarithms are compared, not weights: they are known beyond the safety bound, too.
-    threshold = settings.weights.threshold
-    high = ratio.count(indicator(torch.gt, weights.logs, math.log(threshold.upper)))
-    low = ratio.count(indicator(torch.lt, weights.logs, math.log(threshold.reciprocal_lower)))
-    totals.means["rollout_is_ratio_fraction_high"] = Mean(high, sums.tokens)
-    totals.means["rollout_is_ratio_fraction_low"] = Mean(low, sums.tokens)
-    if threshold.lower is not None:
-        totals.means["rollout_is_oob_ratio"] = Mean(high + low, sums.tokens)
-    applied = _weights_of_tokens(weights.excess, ratio.valid, sums.tokens)
-    totals.weights["applied_token"] = applied
-    if settings.full:
-        totals.weights["raw_token"] = _weights_of_tokens(weights.raw_excess, ratio.valid, sums.tokens)
-    raw = totals.weights["raw_token"].excess.total if settings.full else sequence_sum(weights.raw_excess)
-    return {"applied": sums.mean(applied.excess.total), "raw": sums.mean(raw)}
-
-
-def _weights_of_tokens(excess: Tensor, members: Tensor, count: Tensor) -> WeightSums[Tensor]:
-    """What each sequence adds. ``excess`` is ``w - 1`` of the ``count`` tokens where ``members`` is 1, and 0
-    where it is 0."""
-    w = excess + members
-    # The extremes are those of weights as they are applied: in float32 where log-probs are, at half the cost.
-    return WeightSums(moments(excess, count), vecdot(w, w), extremes(w.to(members.dtype), members))
-
-
-def _measure_ages(tokens: TokenSums, ages: Tensor, ratio: LogRatio, rejection: Rejection) -> None:
-    """Add what tokens of each age add up to; ``ages``, int64 ``[b, t]``, are steps between the weights that
-    sampled a token and the current ones."""
-    totals = tokens.totals
-    totals.means["token_age_mean"] = Mean(sequence_sum(ages * ratio.valid), ratio.sums.tokens)
-    for age, bucket in enumerate(_buckets(ages, NUM_AGES)):
-        totals.splits[f"age_{age}_k3_kl"] = _k3(ratio, bucket * ratio.valid)
-        # Kept are response tokens; those without a finite log-prob have no gap.
-        tokens.kept[f"age_{age}"] = Mean(
-            sequence_sum(rejection.kept * bucket), sequence_sum(bucket * ratio.response)
-        )
-
-
-def _measure_turns_and_signs(
-    tokens: TokenSums, ratio: LogRatio, rejection: Rejection, advantages: Tensor | None
-) -> None:
-    """Add what tokens of each turn, and of each sign of the advantage, add up to."""
-    for turn, bucket in enumerate(_buckets(ratio.turns, NUM_TURNS)):
-        tokens.totals.splits[f"turn_{turn}_k3_kl"] = _k3(ratio, bucket.mul_(ratio.valid))
-    if advantages is not None:
-        for name, sign in zip(SIGNS, (advantages > 0, advantages < 0), strict=True):
-            kept, response = sequence_sum(sign * rejection.kept), sequence_sum(sign * ratio.response)
-            tokens.kept[name] = Mean(kept, response)
-
-
-def _buckets(numbers: Tensor, count: int) -> Iterator[Tensor]:
-    """Yield for each of ``count`` buckets float64 ``[b, t]``: 1 where integers fall into it; the last takes
-    all above."""
-    # One after the other and not as one tensor with a dimension more, so that temporaries stay small.
-    for bucket in range(count):
-        yield (numbers.clamp(0, count - 1) == bucket).double()
-
-
-def _k3(ratio: LogRatio, members: Tensor) -> Mean[Tensor]:
-    """The mean of k3 over the valid tokens where ``members``, float64 ``[b, t]``, is 1 and not 0."""
-    return Mean(vecdot(ratio.k3, members), sequence_sum(members))
-
-
-def measure_sequences(
-    tokens: TokenSums,
-    rejection: Rejection,
-    settings: CorrectionSettings,
-    context: SequenceContext,
-    log_probs: LogProbs,
-    histogram: Tensor,
 ) -> CorrectionStatistics:
-    """Statistics of all sequences ``[B]``, before any rejection.
-
-    ``rejection`` is that of whole sequences, ``histogram`` that of the tokens' log-ratios, which full
-    diagnostics have.
-    """
-    sums, totals = tokens.sequences, tokens.totals
-    kept = rejection.kept * tokens.kept_tokens
-    totals.means.update(_gap_means(tokens) | _rejection_means(tokens, kept, settings))
-    totals.unreported["distance"] = Mean(sums.distance, sums.tokens)
-    totals.unreported["kept_tokens"] = Mean(kept, sums.response_tokens)
-    totals.unreported["kept_rows"] = Mean((kept > 0).double(), sums.response_rows)
-    totals.extremes["distance"] = Extremes(sums.farthest, sums.farthest)
-    totals.extremes["log_ppl_diff"] = extremes(-sums.mean(sums.log_ratio), sums.tokens)
-    if settings.weights is not None:
-        groups = context.group_slots if settings.full else None
-        _measure_weights(totals, sums, tokens.row_weights, settings.weights, groups)
-    rules = tokens.rules | rejection.rules
+    """Statistics of some sequences ``[b, t]``, before any rejection."""
+    totals = Totals[Tensor]()
+    totals.means.update(_gap(ratio) | _rejected(ratio, rejection, settings))
+    totals.unreported["distance"] = _token_mean(ratio.values.abs(), ratio)
+    totals.unreported["kept_tokens"] = _share(rejection.keep_mask, ratio.response)
+    totals.unreported["kept_rows"] = _share(rejection.has_kept, ratio.has_response)
+    totals.extremes["distance"] = _token_extremes(ratio.values.abs(), ratio)
+    totals.extremes["log_ppl_diff"] = _extremes(-ratio.sequence_means(ratio.values), ratio.lengths > 0)
+    if weights is not None and settings.weights is not None:
+        _measure_weights(totals, ratio, weights, settings)
     for rule in settings.rules:
-        _measure_rule(totals, rule, rules[rule.name], sums)
-    for name, group in tokens.kept.items():
-        # A token that is kept by itself may be rejected with its sequence.
-        kept_ones = rejection.kept * group.total
-        if name in SIGNS:
-            totals.splits[f"kept_fraction_{name}"] = Mean(kept_ones, group.count)
-        else:
-            totals.splits[f"{name}_rejected_fraction"] = Mean(group.count - kept_ones, group.count)
+        _measure_rule(totals, rule, rejection.statistics[rule.name], ratio)
+    _measure_groups(totals, ratio, rejection, context, full=settings.full)
     if not settings.full:
-        return CorrectionStatistics.from_sequences(totals, [])
-    if context.scores is not None:
-        totals.splits.update(_by_score(sums.response_tokens, kept, context.scores.double()))
+        return CorrectionStatistics.from_totals(totals, [])
     if settings.tests_misalignment:
-        signatures = signature_sums(log_probs, context, tokens.ratios)
-        totals = replace(totals, ratios=tokens.ratios, signatures=signatures)
-    levels = (sums.log_ratio, sums.mean(sums.log_ratio))
-    histograms = [histogram, *(log_ratio_histogram(logs, sums.valid_rows) for logs in levels)]
-    return CorrectionStatistics.from_sequences(totals, histograms)
+        signatures = map_numbers(lambda column, is_extreme: column.sum(), signature_sums(ratio, context))
+        totals = replace(totals, ratios=_token_moments(ratio.excess, ratio), signatures=signatures)
+    rows = ratio.lengths > 0
+    sums, means = ratio.sequence_sums(ratio.values), ratio.sequence_means(ratio.values)
+    logs = ((ratio.values, ratio.valid), (sums, rows), (means, rows))
+    return CorrectionStatistics.from_totals(totals, [log_ratio_histogram(*one) for one in logs])
 
 
-def _gap_means(tokens: TokenSums) -> Means[Tensor]:
-    """How far the policies are apart, before any weight or rule."""
-    sums, ratios = tokens.sequences, tokens.ratios
-    rows, response = sums.valid_rows, sums.response_tokens
-    train, difference = sums.mean(tokens.train), -sums.mean(sums.log_ratio)
-    rollout = train + difference
+def row_weights(ratio: LogRatio, weights: Weights) -> dict[str, Tensor]:
+    """The weight of each sequence, applied and raw: the mean over its valid tokens, float64 ``[b]``."""
     return {
-        "kl": Mean(-sums.log_ratio, sums.tokens),
-        # Sums of both terms instead of a sum of k3: one pass less; rounding may leave a little below 0.
-        "k3_kl": Mean((ratios.total - tokens.bounded).clamp_min(0.0), sums.tokens),
-        "nonfinite_token_fraction": Mean(response - sums.tokens, response),
-        "training_ppl": Mean(rows * (-train).exp(), rows),
-        "training_log_ppl": Mean(-train, rows),  # log-perplexities are minus mean log-probs
-        "rollout_ppl": Mean(rows * (-rollout).exp(), rows),
-        "rollout_log_ppl": Mean(-rollout, rows),
-        "log_ppl_diff": Mean(difference, rows),
-        "log_ppl_abs_diff": Mean(difference.abs(), rows),
-        "ppl_ratio": Mean(rows * difference.exp(), rows),
-        # rho^2 - 1 from rho - 1: exact near 0, and no second exponential.
-        "chi2_token": Mean(ratios.square + 2.0 * ratios.total, sums.tokens),
-        "chi2_seq": Mean(torch.expm1(2.0 * bound_log_ratio(sums.log_ratio)), rows),
+        name: w[:, 0] if w.shape[1] == 1 else ratio.sequence_means(w * ratio.ones)
+        for name, w in (("applied", weights.applied), ("raw", weights.raw))
     }
 
 
-def _rejection_means(tokens: TokenSums, kept: Tensor, settings: CorrectionSettings) -> Means[Tensor]:
-    """Shares of tokens and sequences that are rejected, by any cause and by the veto; ``kept`` ``[B]``:
-    number of tokens that are not."""
-    means, sums = dict[str, Mean[Tensor]](), tokens.sequences
-    rows, response = sums.response_rows, sums.response_tokens
+def _gap(ratio: LogRatio) -> dict[str, Mean[Tensor]]:
+    """How far the policies are apart, before any weight or rule."""
+    valid, rows = ratio.valid, ratio.lengths > 0
+    train, difference = ratio.sequence_means(ratio.train), -ratio.sequence_means(ratio.values)
+    rollout = train + difference
+    clamped = ratio.values.abs() > LOG_RATIO_BOUND
+    return {
+        "kl": _token_mean(-ratio.values, ratio),
+        "k3_kl": _token_mean(ratio.k3, ratio),
+        "nonfinite_token_fraction": _share(~valid, ratio.response),
+        "training_ppl": _mean((-train).exp(), rows),
+        "training_log_ppl": _mean(-train, rows),  # log-perplexities are minus mean log-probs
+        "rollout_ppl": _mean((-rollout).exp(), rows),
+        "rollout_log_ppl": _mean(-rollout, rows),
+        "log_ppl_diff": _mean(difference, rows),
+        "log_ppl_abs_diff": _mean(difference.abs(), rows),
+        "ppl_ratio": _mean(difference.exp(), rows),
+        "chi2_token": _token_mean(ratio.excess * (ratio.excess + 2), ratio),  # rho^2 - 1
+        "chi2_seq": _mean(torch.expm1(2 * bound_log_ratio(ratio.sequence_sums(ratio.values))), rows),
+        "safety_clamped_fraction": _share(clamped, valid),
+    }
+
+
+def _rejected(ratio: LogRatio, rejection: Rejection, settings: CorrectionSettings) -> dict[str, Mean[Tensor]]:
+    """Shares of tokens and sequences that are rejected, by any cause and by the rules without a statistic."""
+    response, shares = ratio.response, dict[str, Mean[Tensor]]()
+    has_response = ratio.has_response
     if settings.rejects:
-        means |= {
-            "rollout_rs_masked_fraction": Mean(response - kept, response),
-            "rollout_rs_seq_masked_fraction": Mean(kept < response, rows),
-            "rollout_rs_seq_rejected_fraction": Mean(rows * (kept == 0), rows),
+        rejected = response & ~rejection.keep_mask
+        shares |= {
+            "rollout_rs_masked_fraction": _share(rejected, response),
+            "rollout_rs_seq_masked_fraction": _share(rejected.any(dim=-1), has_response),
+            "rollout_rs_seq_rejected_fraction": _share(~rejection.has_kept, has_response),
         }
-    if settings.log_veto is not None:
-        count = tokens.row_statistics["veto"]
-        means |= {
-            "rollout_is_veto_fraction": Mean(count.clamp_max(1.0), sums.valid_rows),
-            "rollout_is_catastrophic_token_fraction": Mean(count, sums.tokens),
+    if rejection.below_veto is not None:
+        shares |= {
+            "rollout_is_veto_fraction": _share(rejection.below_veto.any(dim=-1), ratio.lengths > 0),
+            "rollout_is_catastrophic_token_fraction": _share(rejection.below_veto, ratio.valid),
         }
-    return means
+    if rejection.opsm is not None:
+        shares |= {
+            "rollout_rs_opsm_masked_fraction": _share(rejection.opsm, response),
+            "rollout_rs_opsm_seq_masked_fraction": _share(rejection.opsm.any(dim=-1), has_response),
+        }
+    return shares
 
 
 def _measure_weights(
-    totals: Totals[Tensor],
-    sums: SequenceSums,
-    excesses: dict[str, Tensor],
-    settings: WeightSettings,
-    group_slots: Tensor | None,
+    totals: Totals[Tensor], ratio: LogRatio, weights: Weights, settings: CorrectionSettings
 ) -> None:
-    """Add the weights of sequences and prompts, and shares of those beyond the threshold.
-
-    A sequence's weight is the mean over its tokens, a prompt's the mean over its sequences with valid tokens.
-    """
-    weights, means, bounds = totals.weights, totals.means, settings.threshold
-    for kind, excess in excesses.items():
-        if settings.is_per_row:
-            weights[f"{kind}_token"] = _weights_of_rows(excess, sums.tokens)
-        if f"{kind}_token" not in weights:
-            continue  # raw ones, without full diagnostics
-        weights[f"{kind}_sequence"] = sequences = _weights_of_rows(excess, sums.valid_rows)
-        if group_slots is not None:
-            total, count = (
-                torch.zeros_like(column).index_add_(0, group_slots, column)
-                for column in (sequences.excess.total, sequences.excess.count)
-            )
-            mean = Mean(total, count).value
-            weights[f"{kind}_prompt"] = _weights_of_rows(mean, count.clamp_max(1.0))
-    high = sums.valid_rows * (excesses["raw"] > bounds.upper - 1.0)
-    low = sums.valid_rows * (excesses["raw"] < bounds.reciprocal_lower - 1.0)
-    for level in ("seq", "ratio") if settings.is_per_row else ("seq",):
-        means |= {
-            f"rollout_is_{level}_fraction_high": Mean(high, sums.valid_rows),
-            f"rollout_is_{level}_fraction_low": Mean(low, sums.valid_rows),
-        }
-    if settings.is_per_row and bounds.lower is not None:
-        means["rollout_is_oob_ratio"] = Mean(sums.tokens * (high + low), sums.tokens)
-
-
-def _weights_of_rows(excess: Tensor, count: Tensor) -> WeightSums[Tensor]:
-    """What each sequence adds, with ``w - 1 = excess`` ``[B]`` counted ``count`` ``[B]`` times."""
-    w = excess + 1.0
-    return WeightSums(moments(excess, count), count * w.square(), extremes(w, count))
-
-
-def _measure_rule(totals: Totals[Tensor], rule: BoundedRule, measured: RuleSums, sums: SequenceSums) -> None:
-    """Add what every sequence adds to the statistics of a rule, and to the metrics that are means or
-    shares."""
-    rows, tokens, mean = sums.valid_rows, sums.tokens, measured.mean
-    above, below = measured.above, measured.below
-    count, rejected = (rows, tokens * (above + below)) if rule.rule.rejects_rows else (tokens, above + below)
-    seq_above, seq_below = (rows * side for side in outside(rule, mean))
-    if rule.rule.bounds_ratio:  # k1 is minus the log-ratio: where it is small, the ratio is high
-        above, below, seq_above, seq_below = below, above, seq_below, seq_above
-    means = {
-        "mean": Mean(measured.total, tokens),
-        "masked_fraction": Mean(rejected, tokens),
-        "seq_masked_fraction": Mean(rejected > 0, rows),
-        "fraction_high": Mean(above, count),
-        "fraction_low": Mean(below, count),
-        "seq_fraction_high": Mean(seq_above, rows),
+    """Add the weights of tokens and sequences, and shares of those beyond the threshold."""
+    assert settings.weights is not None
+    per_row, threshold, rows = settings.weights.is_per_row, settings.weights.threshold, ratio.lengths > 0
+    of_rows = row_weights(ratio, weights)
+    for kind, w in (("applied", weights.applied), ("raw", weights.raw)):
+        if kind == "applied" or settings.full or per_row:
+            totals.weights[f"{kind}_token"] = _token_weights(w, ratio)
+            totals.weights[f"{kind}_sequence"] = _weight_sums(of_rows[kind], rows)
+    # Logarithms are compared: they are known beyond the safety bound, too.
+    high, low = weights.logs > math.log(threshold.upper), weights.logs < math.log(threshold.reciprocal_lower)
+    units = rows[:, None] if per_row else ratio.valid
+    shares = {
+        "seq_fraction_high": _share(of_rows["raw"] > threshold.upper, rows),
+        "seq_fraction_low": _share(of_rows["raw"] < threshold.reciprocal_lower, rows),
+        "ratio_fraction_high": _share(high, units),
+        "ratio_fraction_low": _share(low, units),
     }
-    means |= {"seq_fraction_low": Mean(seq_below, rows)} if rule.rule.bounds_ratio else {}
-    totals.means.update({f"rollout_rs_{rule.name}_{name}": share for name, share in means.items()})
-    totals.rules[rule.name] = RuleTotals(
-        measured.clamped, measured.extremes, moments(mean, rows), extremes(mean, tokens)
+    if threshold.lower is not None:
+        shares["oob_ratio"] = _share(high | low, ratio.valid)
+    totals.means.update({f"rollout_is_{name}": share for name, share in shares.items()})
+
+
+def _token_weights(weights: Tensor, ratio: LogRatio) -> WeightSums[Tensor]:
+    is_per_row = weights.shape != ratio.values.shape
+    masked, ones = (weights, 1.0) if is_per_row else (weights * ratio.ones, ratio.ones)
+    return WeightSums(
+        _token_moments(masked - ones, ratio),
+        _token_sum(masked * masked, ratio),
+        # in the precision of what is applied
+        _token_extremes(weights.to(ratio.values.dtype), ratio),
     )
 
 
-def _by_score(response: Tensor, kept: Tensor, scores: Tensor) -> Means[Tensor]:
-    """Share of the tokens kept of right and of wrong sequences; scores of kept and of rejected sequences."""
-    answered = response > 0
-    answers = dict(zip(ANSWERS, (answered & (scores > 0), answered & (scores <= 0)), strict=True))
+def _weight_sums(weights: Tensor, members: Tensor) -> WeightSums[Tensor]:
+    squares = (weights * members).square().sum()
+    return WeightSums(_moments(weights - 1.0, members), squares, _extremes(weights, members))
+
+
+def _measure_rule(totals: Totals[Tensor], rule: BoundedRule, statistic: Tensor, ratio: LogRatio) -> None:
+    """Add the statistic of a rule, that of a sequence counting at each of its tokens."""
+    valid, rows = ratio.valid, ratio.lengths > 0
+    units = rows[:, None] if rule.rule.rejects_rows else valid
+    if not rule.rule.rejects_rows:
+        statistic = statistic * ratio.ones
+    of_rows = statistic[:, 0] if rule.rule.rejects_rows else ratio.sequence_means(statistic)
+    above, below = statistic > rule.upper, statistic < rule.lower
+    outside = above | below
+    seq_above, seq_below = of_rows > rule.upper, of_rows < rule.lower
+    if rule.rule.bounds_ratio:  # k1 is minus the log-ratio: where it is small, the ratio is high
+        above, below, seq_above, seq_below = below, above, seq_below, seq_above
     shares = {
-        f"kept_fraction_{name}": Mean(kept * members, response * members) for name, members in answers.items()
+        "mean": _token_mean(statistic, ratio),
+        "masked_fraction": _share(outside, valid),
+        "seq_masked_fraction": _share((outside & valid).any(dim=-1), rows),
+        "fraction_high": _share(above, units),
+        "fraction_low": _share(below, units),
+        "seq_fraction_high": _share(seq_above, rows),
     }
-    fates = {"kept": kept > 0, "rejected": answered & (kept == 0)}
-    return shares | {f"{name}_score_mean": Mean(scores * members, members) for name, members in fates.items()}
+    if rule.rule.bounds_ratio:
+        shares["seq_fraction_low"] = _share(seq_below, rows)
+    totals.means.update({f"rollout_rs_{rule.name}_{name}": share for name, share in shares.items()})
+    nearest = min(max(0.0, rule.lower), rule.upper)
+    totals.rules[rule.name] = RuleTotals(
+        _token_moments(statistic.clamp(rule.lower, rule.upper) - nearest, ratio),
+        _token_extremes(statistic, ratio),
+        _moments(of_rows, rows),
+        _extremes(of_rows, rows),
+    )
+
+
+def _measure_groups(
+    totals: Totals[Tensor], ratio: LogRatio, rejection: Rejection, context: SequenceContext, *, full: bool
+) -> None:
+    """Add what is measured of tokens of one age and, in full diagnostics, of one turn, one sign of the
+    advantage, and right or wrong sequences."""
+    response, keep = ratio.response, rejection.keep_mask
+    if (ages := context.ages(response)) is not None:
+        totals.means["token_age_mean"] = _token_mean(ages * ratio.ones, ratio)
+        for age, members in enumerate(_buckets(ages, NUM_AGES)):
+            totals.splits[f"age_{age}_k3_kl"] = _mean(ratio.k3, members & ratio.valid)
+            totals.splits[f"age_{age}_rejected_fraction"] = _share(~keep, members & response)
+    if not full:
+        return
+    for turn, members in enumerate(_buckets(ratio.turns, NUM_TURNS)):
+        totals.splits[f"turn_{turn}_k3_kl"] = _mean(ratio.k3, members & ratio.valid)
+    if context.advantages is not None:
+        for name, sign in zip(SIGNS, (context.advantages > 0, context.advantages < 0), strict=True):
+            totals.splits[f"kept_fraction_{name}"] = _share(keep, sign & response)
+    if context.scores is not None:
+        totals.splits.update(_by_score(ratio, rejection, context.scores.double()))
+
+
+def _buckets(numbers: Tensor, count: int) -> Iterator[Tensor]:
+    """For each of ``count`` buckets bool ``[b, t]``; the last takes all above."""
+    numbers = numbers.clamp(0, count - 1)
+    return (numbers == bucket for bucket in range(count))
+
+
+def _by_score(ratio: LogRatio, rejection: Rejection, scores: Tensor) -> dict[str, Mean[Tensor]]:
+    """Share of the tokens kept of right and of wrong sequences; scores of kept and of rejected sequences."""
+    answers = dict(zip(ANSWERS, (scores > 0, scores <= 0), strict=True))
+    shares = {
+        f"kept_fraction_{name}": _share(rejection.keep_mask, ratio.response & right[:, None])
+        for name, right in answers.items()
+    }
+    groups = {"kept": rejection.has_kept, "rejected": ratio.has_response & ~rejection.has_kept}
+    return shares | {f"{name}_score_mean": _mean(scores, members) for name, members in groups.items()}

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.config.schema import public_values
-from verl_rc.correction.log_ratio import LogRatio, sequence_sum
-from verl_rc.correction.sequences import LogProbs
+from verl_rc.correction.log_ratio import LogRatio
 from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, unpadded
 from verl_rc.data.rollout_batch import at_turn_ends
 from verl_rc.data.samples import Samples
@@ -199,9 +198,9 @@ def _squares(proximal: Tensor | None, rollouts: RolloutBatch) -> Tensor:
     infinite where one is not finite."""
     rollout = rollouts.rollout_log_probs
     train = rollout if proximal is None else proximal
-    ratio = LogRatio.from_log_probs(LogProbs(train, rollout, rollouts.response_mask))
-    is_finite = ratio.sums.tokens == ratio.sums.response_tokens
-    return torch.where(is_finite, sequence_sum(ratio.values.double().square()), torch.inf)
+    ratio = LogRatio.from_log_probs(train, rollout, rollouts.response_mask)
+    is_finite = (ratio.valid == ratio.response).all(dim=-1)
+    return torch.where(is_finite, ratio.sequence_sums(ratio.values.double().square()), torch.inf)
 
 
 def _token_columns(

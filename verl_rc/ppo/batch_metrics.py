@@ -4,13 +4,10 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from verl_rc.correction.log_ratio import LogRatio, extremes, sequence_sum
-from verl_rc.correction.sequences import LogProbs, sequence_chunks
+from verl_rc.correction.log_ratio import LogRatio
 from verl_rc.data.batches import CriticBatch, PolicyEvaluations, RolloutBatch
 from verl_rc.losses import explained_variance
-from verl_rc.metrics.mergeable import Moments
 from verl_rc.ppo.train_batch import ScoredStep
 
 
@@ -117,38 +114,18 @@ def probability_gap(
     mean above 0.01 points to the engine's precision. Without any token only ``..._valid`` = 0 is returned;
     where one side is constant, no correlation.
     """
-    log_probs = LogProbs(train_log_probs, rollout_log_probs, response_mask)
-    parts = []
-    with torch.no_grad():
-        for chunk in sequence_chunks(response_mask):
-            ratio = LogRatio.from_log_probs(log_probs.take(chunk))
-            log_train = ratio.train.double()
-            train, rollout = log_train.exp() * ratio.valid, (log_train - ratio.values).exp_() * ratio.valid
-            gap = (train - rollout).abs_()
-            columns = (
-                ratio.valid,
-                gap,
-                gap.square(),
-                train,
-                rollout,
-                train.square(),
-                rollout.square(),
-                train * rollout,
-            )
-            parts.append(torch.stack([*map(sequence_sum, columns), extremes(gap, ratio.valid).largest]))
-    rows = torch.cat(parts, dim=1)
-    largest = pad(rows[-1:], (0, 1)).amax(dim=1)  # of no rows at all: the padding, 0
-    count, gap_sum, gap_square, p, q, pp, qq, pq, top = torch.cat([rows[:-1].sum(dim=1), largest]).tolist()
-    if not count:
+    ratio = LogRatio.from_log_probs(train_log_probs, rollout_log_probs, response_mask)
+    train, rollout = (one[ratio.valid].double().exp() for one in (ratio.train, ratio.rollout))
+    if not len(train):
         return {"training/rollout_probs_diff_valid": 0.0}
-    gaps = Moments(gap_sum, count, gap_square)
+    gap = (train - rollout).abs()
     metrics = {
-        "training/rollout_probs_diff_valid": 1.0,
-        "training/rollout_probs_diff_mean": gaps.value,
-        "training/rollout_probs_diff_max": top,
-        "training/rollout_probs_diff_std": gaps.std,
+        "training/rollout_probs_diff_valid": torch.ones_like(gap[0]),
+        "training/rollout_probs_diff_mean": gap.mean(),
+        "training/rollout_probs_diff_max": gap.max(),
+        "training/rollout_probs_diff_std": gap.std(correction=0),
     }
-    spread = (pp - p * p / count) * (qq - q * q / count)
-    if spread > 0:
-        metrics["training/rollout_actor_probs_pearson_corr"] = (pq - p * q / count) / spread**0.5
-    return metrics
+    if train.min() < train.max() and rollout.min() < rollout.max():
+        correlation = torch.corrcoef(torch.stack([train, rollout]))[0, 1]
+        metrics["training/rollout_actor_probs_pearson_corr"] = correlation
+    return _to_floats(metrics)

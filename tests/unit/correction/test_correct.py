@@ -102,7 +102,7 @@ def everything(level: str) -> RolloutCorrectionConfig:
 
 
 @pytest.mark.parametrize("level", WEIGHT_LEVELS)
-def test_chunks_of_rows_change_nothing(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_of_rows_change_nothing(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     train, rollout, mask = random_case(9, 5, seed=4)
     facts = {
         "advantages": train - train.mean(),
@@ -111,14 +111,14 @@ def test_chunks_of_rows_change_nothing(level: str, monkeypatch: pytest.MonkeyPat
         "scores": train[:, 0],
     }
     whole = compute_rollout_correction(train, rollout, mask, everything(level), **facts)
-    monkeypatch.setattr("verl_rc.correction.sequences.chunk_positions", lambda _: 10)  # two rows at a time
-    chunked = compute_rollout_correction(train, rollout, mask, everything(level), **facts)
+    monkeypatch.setattr("verl_rc.correction.batch._SLICE_ELEMENTS", 10)  # two rows at a time
+    sliced = compute_rollout_correction(train, rollout, mask, everything(level), **facts)
     assert whole.weights is not None
-    assert chunked.weights is not None
-    torch.testing.assert_close(chunked.weights, whole.weights, rtol=1e-13, atol=0)
-    assert torch.equal(chunked.keep_mask, whole.keep_mask)
-    assert torch.equal(chunked.rejected_rows, whole.rejected_rows)
-    assert chunked.metrics() == pytest.approx(whole.metrics(), rel=1e-10, nan_ok=True)
+    assert sliced.weights is not None
+    torch.testing.assert_close(sliced.weights, whole.weights, rtol=1e-13, atol=0)
+    assert torch.equal(sliced.keep_mask, whole.keep_mask)
+    assert torch.equal(sliced.rejected_rows, whole.rejected_rows)
+    assert sliced.metrics() == pytest.approx(whole.metrics(), rel=1e-10, nan_ok=True)
 
 
 @pytest.mark.parametrize("level", WEIGHT_LEVELS)

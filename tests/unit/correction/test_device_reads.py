@@ -24,8 +24,8 @@ from verl_rc.workers.actor_correction import ActorCorrection
 from verl_rc.workers.updates import UpdateRequest
 
 ACTOR = small_run_config(Path("unused")).actor_rollout_ref.actor
-LENGTHS, NUMBERS = "correction/sequences.py:sequence_chunks", "correction/statistics.py:_numbers"
-"""Lengths of responses, on a CPU only, where they cost nothing; and all statistics in one copy."""
+NUMBERS = "correction/statistics.py:_numbers"
+"""All statistics in one copy."""
 COUNTS = "workers/actor_correction.py:_totals"
 """What is in the loss."""
 
@@ -62,10 +62,10 @@ def test_the_driver_reads_all_statistics_in_one_copy(level: str) -> None:
             policy_versions=torch.arange(9),
             scores=train[:, 0],
         )
-        assert reads.places == [LENGTHS]
+        assert not reads.places
         assert result.metrics()
         bound_for_acceptance(result.statistics.numbers(), "token_k1", 0.9)
-    assert Counter(reads.places) == {LENGTHS: 1, NUMBERS: 1}
+    assert Counter(reads.places) == {NUMBERS: 1}
 
 
 def corrected_losses(
@@ -87,9 +87,9 @@ def test_the_actor_reads_its_statistics_and_its_counts_once_a_mini_batch(case: d
     correction = ActorCorrection(UpdateRequest(config, 0), 1, cast(DeviceMesh, OneRank()))
     with HostReads() as reads:
         corrected_losses(batch, log_probs, config, correction)
-        assert set(reads.places) == {LENGTHS}
+        assert not reads.places
         correction.end_mini_batch()
-    assert Counter(reads.places) == {LENGTHS: 2, NUMBERS: 1, COUNTS: 1}
+    assert Counter(reads.places) == {NUMBERS: 1, COUNTS: 1}
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)

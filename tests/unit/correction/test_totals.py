@@ -2,7 +2,7 @@
 
 import math
 
-from verl_rc.correction.totals import RuleTotals, WeightSums, map_totals
+from verl_rc.correction.totals import RuleTotals, WeightSums, map_numbers
 from verl_rc.metrics.mergeable import Extremes, Mean, Moments
 
 
@@ -30,9 +30,7 @@ def test_records_are_mapped_number_by_number_in_one_order() -> None:
         None,
     )
     seen: list[tuple[int, bool]] = []
-    doubled = map_totals(
-        lambda one, two, is_extreme: seen.append((one, is_extreme)) or one + two, record, record
-    )
+    doubled = map_numbers(lambda one, is_extreme: seen.append((one, is_extreme)) or 2 * one, record)
     assert seen == [(number, number in (4, 5, 9, 10)) for number in range(1, 15)]
     assert doubled[0].extremes == Extremes(8, 10)
     assert doubled[1:] == ({"b": Mean(22, 24), "a": Mean(26, 28)}, None)

@@ -1,0 +1,197 @@
+"""Rollout correction of a batch: the formulas of ``correct``, applied and measured slice by slice."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.correction.context import SequenceContext, newest_version
+from verl_rc.correction.correct import importance_weights, reject
+from verl_rc.correction.log_ratio import LogRatio
+from verl_rc.correction.statistics import CorrectionStatistics, measure_rows, row_weights
+from verl_rc.tensor_ops.masked import group_numbers, row_slices
+
+_SLICE_ELEMENTS = 1 << 17
+"""Most positions of ``[B, T]`` that are computed on at once: temporaries take some 200 bytes of each, and on a
+CPU they should stay in its cache."""
+
+
+@dataclass(frozen=True)
+class CorrectionResult:
+    """Rollout correction of one batch."""
+
+    weights: Tensor | None
+    """``[B, T]``, constants, 0 outside the response mask; None when ``rollout_is`` is null."""
+    keep_mask: Tensor
+    """bool ``[B, T]``: what takes part in the policy loss; True on padding of sequences that are not rejected
+    as a whole."""
+    rejected_rows: Tensor
+    """bool ``[B]``: sequences with response tokens, all of them rejected."""
+    statistics: CorrectionStatistics
+    """What was measured, before rejection."""
+    config: RolloutCorrectionConfig
+
+    def metrics(self) -> dict[str, float]:
+        """``rollout_corr/*`` by name; one copy from the device."""
+        return self.statistics.metrics(self.config)
+
+
+@torch.no_grad()
+def correct_sequences(
+    train_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    config: RolloutCorrectionConfig,
+    context: SequenceContext,
+    batch: CorrectionStatistics | None = None,
+) -> CorrectionResult:
+    """Correct some sequences of a batch; nothing is raised for log-probs that are not finite.
+
+    ``batch``: statistics of the whole batch, by whose mean weight batch normalisation divides; None: those of
+    these sequences. Raises ``ValueError`` when shapes differ or ``context`` lacks advantages that a rule
+    needs.
+    """
+    settings = config.settings()
+    context.check(train_log_probs, rollout_log_probs, response_mask)
+    statistics, weights, keep_masks, rejected_rows = (
+        list[CorrectionStatistics](),
+        list[Tensor](),
+        list[Tensor](),
+        list[Tensor](),
+    )
+    of_prompts = list[tuple[Tensor, Tensor, Tensor]]()
+    for rows in row_slices(len(response_mask), response_mask.shape[1], _SLICE_ELEMENTS):
+        ratio = LogRatio.from_log_probs(train_log_probs[rows], rollout_log_probs[rows], response_mask[rows])
+        facts = context.rows(rows)
+        weighting = None if settings.weights is None else importance_weights(ratio, settings.weights)
+        rejection = reject(ratio, settings, facts.advantages)
+        statistics.append(measure_rows(ratio, weighting, rejection, facts, settings))
+        keep_masks.append(rejection.keep_mask)
+        rejected_rows.append(ratio.has_response & ~rejection.has_kept)
+        if weighting is not None:
+            weighted = ratio.response if settings.nonfinite == "neutral" else ratio.valid
+            weights.append((weighting.applied * weighted).to(ratio.values.dtype))
+            if settings.full and context.group_slots is not None:
+                prompts = row_weights(ratio, weighting)
+                of_prompts.append((prompts["applied"], prompts["raw"], ratio.lengths > 0))
+    measured = reduce(CorrectionStatistics.merge, statistics)
+    if of_prompts and context.group_slots is not None:
+        applied, raw, has_weight = map(torch.cat, zip(*of_prompts, strict=True))
+        measured = measured.with_prompts({"applied": applied, "raw": raw}, has_weight, context.group_slots)
+    normalised = torch.cat(weights) if weights else None
+    if normalised is not None and settings.weights is not None and settings.weights.batch_normalize:
+        normalised = normalised / (batch or measured).mean_weight(settings.weights)
+    return CorrectionResult(normalised, torch.cat(keep_masks), torch.cat(rejected_rows), measured, config)
+
+
+@torch.no_grad()
+def compute_rollout_correction(  # noqa: PLR0913  (a public function: named arguments for notebooks and other trainers)
+    train_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    config: RolloutCorrectionConfig | Mapping[str, object],
+    advantages: Tensor | None = None,
+    group_ids: Tensor | Sequence[str] | Sequence[int] | None = None,
+    policy_versions: Tensor | None = None,
+    *,
+    scores: Tensor | None = None,
+    entropies: Tensor | None = None,
+    sum_pi_squared: Tensor | None = None,
+    varentropies: Tensor | None = None,
+    engines: Tensor | None = None,
+    current_version: int | None = None,
+) -> CorrectionResult:
+    """Measure and apply rollout correction on a whole batch.
+
+    The ratio is always train over rollout.
+
+    Args:
+        train_log_probs: ``[B, T]``, nats.
+        rollout_log_probs: ``[B, T]``, nats.
+        response_mask: ``[B, T]``.
+        config: The model, or a mapping of its fields.
+        advantages: ``[B, T]``; rules that look at their sign need them.
+        group_ids: The prompt of each sequence; read with ``diagnostics=full``.
+        policy_versions: int ``[B, T]`` or ``[B]``; with any diagnostics, to measure by token age.
+        scores: ``[B]``, above 0 is correct; read with ``diagnostics=full``.
+        entropies: ``[B, T]``, nats, of the train policy's distributions; read with ``diagnostics=full``.
+        sum_pi_squared: ``[B, T]``, sums of their squared probabilities; read with ``diagnostics=full``.
+        varentropies: ``[B, T]``, nats^2, variances of the log-prob of a token drawn from them; read with
+            ``diagnostics=full``. Without them there is no ``surprisal_excess_bound``.
+        engines: int ``[B]``, number of the engine that sampled each sequence; read with ``diagnostics=full``.
+        current_version: Version from which ages count; None: the newest of ``policy_versions``.
+
+    Raises:
+        ValueError: Shapes differ, advantages are missing, or a log-prob is not finite under
+            ``nonfinite_logprob=raise``.
+    """
+    config = _as_config(config)
+    context = SequenceContext(
+        group_slots=None if group_ids is None else group_numbers(group_ids, train_log_probs.device),
+        policy_versions=policy_versions,
+        current_version=current_version,
+        advantages=advantages,
+        scores=scores,
+        entropies=entropies,
+        sum_pi_squared=sum_pi_squared,
+        varentropies=varentropies,
+        engines=engines,
+    )
+    context.check(train_log_probs, rollout_log_probs, response_mask)
+    if policy_versions is not None and current_version is None:
+        context = replace(context, current_version=newest_version(policy_versions, response_mask))
+    result = correct_sequences(train_log_probs, rollout_log_probs, response_mask, config, context)
+    if config.nonfinite_logprob == "raise":
+        require_finite(result.statistics.nonfinite_fraction, config)
+    return result
+
+
+def measure(
+    train_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    config: RolloutCorrectionConfig | Mapping[str, object],
+    context: SequenceContext | None = None,
+) -> CorrectionStatistics:
+    """The statistics of ``correct_sequences`` alone: mergeable, before any rejection. Sequences without
+    response tokens never count.
+
+    ``train_log_probs`` ``[B, T]``, nats, are those of the proximal policy (decoupled) or of the current one
+    (bypass).
+    """
+    facts = context or SequenceContext()
+    result = correct_sequences(train_log_probs, rollout_log_probs, response_mask, _as_config(config), facts)
+    return result.statistics
+
+
+def _as_config(config: RolloutCorrectionConfig | Mapping[str, object]) -> RolloutCorrectionConfig:
+    # A model is not checked again: a caller may have changed one field of it on purpose.
+    return (
+        config
+        if isinstance(config, RolloutCorrectionConfig)
+        else RolloutCorrectionConfig.model_validate(config)
+    )
+
+
+class NonFiniteLogProbError(ValueError):
+    """Too many tokens have log-probs that are not finite numbers."""
+
+
+def require_finite(share: float, config: RolloutCorrectionConfig) -> None:
+    """Raise ``NonFiniteLogProbError`` when a larger share of the response tokens than the configuration
+    allows is not finite.
+
+    Under ``nonfinite_logprob=raise`` none may be, else the share ``nonfinite_stop_fraction``.
+    """
+    section = "algorithm.rollout_correction"
+    allowed = 0.0 if config.nonfinite_logprob == "raise" else config.nonfinite_stop_fraction
+    if share > allowed:
+        raise NonFiniteLogProbError(
+            f"at most {allowed:.2%} of the response tokens may have a log-prob that is NaN or infinite, got "
+            f"{share:.2%}. Corrupt logits are the usual cause: look at the weights and the precision of "
+            f"engine and trainer. To go on all the same, raise {section}.nonfinite_stop_fraction (now "
+            f"{config.nonfinite_stop_fraction}) under {section}.nonfinite_logprob=reject_sequence."
+        )
