@@ -15,8 +15,8 @@ from verl_rc.correction.statistics import CorrectionStatistics, measure_rows, ro
 from verl_rc.tensor_ops.masked import group_numbers, row_slices
 
 _SLICE_ELEMENTS = 1 << 17
-"""Most positions of ``[B, T]`` that are computed on at once: temporaries take some 200 bytes of each, and should
-stay in a CPU's cache."""
+"""Most positions of ``[B, T]`` that are computed on at once: temporaries take some 200 bytes of each, and
+should stay in a CPU's cache."""
 
 
 @dataclass(frozen=True)
