@@ -13,7 +13,7 @@ agent=recipes.environments.guess_agent
 started_by="function:$agent:play"
 if [[ ${PROCESS:-0} == 1 ]]; then started_by="command:[${PYTHON:-python},-m,$agent]"; fi
 
-ENVIRONMENT=verl_rc.rollout.environments.agent:Agent exec bash "$(dirname "${BASH_SOURCE[0]}")/digits_cpu_environment.sh" \
+ENVIRONMENT=verl_rc.runtime.rollout.environments.agent:Agent exec bash "$(dirname "${BASH_SOURCE[0]}")/digits_cpu_environment.sh" \
     "+actor_rollout_ref.rollout.environment.arguments.${started_by%%:*}=${started_by#*:}" \
     trainer.experiment_name="guess_agent_seed${SEED:-1}" \
     "$@"

@@ -80,7 +80,7 @@ if ! { [[ -x "$venv_python" ]] && is_supported "$venv_python" && "$venv_python" 
   python="$(find_python)" is_missing=yes
 fi
 if [[ "$device" == gpu ]]; then
-  (cd "$root" && "$python" -m verl_rc.preflight.gpu_host) >&2 \
+  (cd "$root" && "$python" -m verl_rc.plan.gpu_host) >&2 \
     || fail "this machine cannot run the GPU build, and nothing was downloaded: mend what stands above, then run this again."
 fi
 if [[ -n "$is_missing" ]]; then
@@ -171,7 +171,7 @@ for name in names:
     versions.append(f"{name} {importlib.import_module(name).__version__}")
 sys.stdout.write(f"install: {', '.join(versions)}\n")
 if sys.argv[1] == "gpu":
-    from verl_rc.preflight.machine import check_driver
+    from verl_rc.plan.machine import check_driver
 
     findings = list(check_driver())
     if failed := [line for finding in findings if finding.status == "failed" for line in finding.lines()]:

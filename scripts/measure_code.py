@@ -25,7 +25,7 @@ BUDGETS = {
 }
 """What a change that adds something has to stay below, or to say why not."""
 _RUN = ("verl_rc.main_ppo", "verl_rc.main_sft")
-_ENGINES = "verl_rc.rollout.vllm"  # processes load them by name
+_ENGINES = "verl_rc.runtime.rollout.vllm"  # processes load them by name
 _WINDOW, _WINDOW_CHARACTERS = 8, 120
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -56,8 +56,9 @@ class Package:
 
     @property
     def rooms(self) -> int:
-        """Folders and files at the top, those of Python's own names left out."""
-        return len({path.relative_to(self.folder).parts[0] for path in self.texts} - {"__init__.py"})
+        """Folders at the top."""
+        parts = (path.relative_to(self.folder).parts for path in self.texts)
+        return len({first for first, *rest in parts if rest})
 
     def statements(self, paths: Iterable[Path] | None = None) -> int:
         """Statements of ``paths`` (of all files by default); docstrings and other constants are none."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from openai import APIStatusError, AsyncOpenAI
 
-from verl_rc.rollout.environments.agent_task import AgentTask
+from verl_rc.runtime.rollout.environments.agent_task import AgentTask
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 

@@ -4,7 +4,7 @@ mathematics."""
 import torch
 from torch import Tensor
 
-from verl_rc.data.batches import RolloutBatch, TokenBatch, positions_mask
+from verl_rc.records.batches import RolloutBatch, TokenBatch, positions_mask
 
 
 def ones_tokens(response_lengths: Tensor, width: int) -> TokenBatch:

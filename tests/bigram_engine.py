@@ -8,15 +8,22 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from verl_rc.data.parts import UNKNOWN, Part, Sample, num_tokens, token_ids
-from verl_rc.rollout.conversation import OpenSamples
-from verl_rc.rollout.engine import Collected, Engine, EngineFacts, Interrupted, MemoryTag, QueuedSample
-from verl_rc.rollout.environment import EpisodeFailedError
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, next_seed
-from verl_rc.weight_sync.manifest import Manifest, TensorSpec, tensor_digest
-from verl_rc.weight_sync.proof import LoadReceipt
-from verl_rc.weight_sync.shared_bucket import BucketHandle, copy_bucket, device_key
-from verl_rc.weight_sync.transfer_group import (
+from verl_rc.records.parts import UNKNOWN, Part, Sample, num_tokens, token_ids
+from verl_rc.runtime.rollout.conversation import OpenSamples
+from verl_rc.runtime.rollout.engine import (
+    Collected,
+    Engine,
+    EngineFacts,
+    Interrupted,
+    MemoryTag,
+    QueuedSample,
+)
+from verl_rc.runtime.rollout.environment import EpisodeFailedError
+from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions, next_seed
+from verl_rc.runtime.weight_sync.manifest import Manifest, TensorSpec, tensor_digest
+from verl_rc.runtime.weight_sync.proof import LoadReceipt
+from verl_rc.runtime.weight_sync.shared_bucket import BucketHandle, copy_bucket, device_key
+from verl_rc.runtime.weight_sync.transfer_group import (
     TransferAddress,
     TransferGroup,
     broadcast_from_sender,

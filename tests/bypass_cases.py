@@ -8,7 +8,7 @@ import torch
 from batches_of_ones import ones_tokens
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.data.batches import TrainBatch
+from verl_rc.records.batches import TrainBatch
 
 CASES: list[dict[str, Any]] = json.loads(
     (Path(__file__).parent / "golden" / "bypass_losses.json").read_text()

@@ -12,9 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from verl_rc.checkpoint import CheckpointStore, RunState, SavedRun, shards_problem
-from verl_rc.checkpoint.shard_folder import read_metadata
-from verl_rc.ppo.step_time import WaitTotals
+from verl_rc.algorithm.supply.step_time import WaitTotals
+from verl_rc.runtime.checkpoint import CheckpointStore, RunState, SavedRun, shards_problem
+from verl_rc.runtime.checkpoint.shard_folder import read_metadata
 
 # An engine that replaces a lost one is sent the weights, too, which sync/bytes counts.
 NOT_OF_THE_TRAINING = (

@@ -20,8 +20,8 @@ for name, value in {
 
 from hypothesis import HealthCheck, settings  # noqa: E402  (after the environment)
 
-from verl_rc.distributed.child_process import importing  # noqa: E402
-from verl_rc.exact import EXACT_ENVIRONMENT  # noqa: E402
+from verl_rc.runtime.distributed.child_process import importing  # noqa: E402
+from verl_rc.runtime.exact import EXACT_ENVIRONMENT  # noqa: E402
 
 # a busy machine is no defect of the code under test
 settings.register_profile("verl_rc", deadline=None, suppress_health_check=[HealthCheck.too_slow])

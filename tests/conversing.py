@@ -10,14 +10,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from verl_rc.config.rollout import MultiTurnConfig
-from verl_rc.data.episode import TOOL_CALLS, Episode, Opening, Reply
-from verl_rc.data.parts import Sample, context, num_answers, num_tokens
-from verl_rc.rollout.conversation import AnsweredSample, Conversations, LocalHosts, OpenSamples
-from verl_rc.rollout.engine import QueuedSample
-from verl_rc.rollout.environment_host import Host, HostLimits
-from verl_rc.rollout.sampling import SamplingOptions, next_seed
-from verl_rc.rollout.tool_environment import Parser, Toolbox, ToolEnvironment
-from verl_rc.rollout.tools import Tool
+from verl_rc.records.episode import TOOL_CALLS, Episode, Opening, Reply
+from verl_rc.records.parts import Sample, context, num_answers, num_tokens
+from verl_rc.runtime.rollout.conversation import AnsweredSample, Conversations, LocalHosts, OpenSamples
+from verl_rc.runtime.rollout.engine import QueuedSample
+from verl_rc.runtime.rollout.environment_host import Host, HostLimits
+from verl_rc.runtime.rollout.sampling import SamplingOptions, next_seed
+from verl_rc.runtime.rollout.tool_environment import Parser, Toolbox, ToolEnvironment
+from verl_rc.runtime.rollout.tools import Tool
 
 END = "<|im_end|>"
 

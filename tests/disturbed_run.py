@@ -21,8 +21,8 @@ from functools import partial
 from typing import Any
 
 from verl_rc import main_ppo
-from verl_rc.cluster.model_groups import ActorGroup
-from verl_rc.cluster.watchdog import WATCHDOG, identity_of
+from verl_rc.trainer.cluster.model_groups import ActorGroup
+from verl_rc.trainer.cluster.watchdog import WATCHDOG, identity_of
 
 ROLES = {"actor": r"actor\b.* rank", "engine": "rollout engine"}
 """Beginnings of the names of processes; other roles may live in the actor's."""

@@ -12,16 +12,16 @@ from made_samples import of_parts
 from shared_segments import nothing_left_behind
 from two_processes import free_port
 
-from verl_rc.data.episode import Episode, Reply
-from verl_rc.data.parts import Part, Sample, num_tokens, token_ids
-from verl_rc.distributed.child_process import ChildProcess
-from verl_rc.rollout.conversation import AnsweredSample
-from verl_rc.rollout.engine import QueuedSample
-from verl_rc.rollout.environment import EpisodeFailedError
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.weight_sync.proof import LoadReceipt, SyncProofError, check_receipts
-from verl_rc.weight_sync.sender import ModelWeights, WeightSender
-from verl_rc.weight_sync.transfer_group import TransferAddress
+from verl_rc.records.episode import Episode, Reply
+from verl_rc.records.parts import Part, Sample, num_tokens, token_ids
+from verl_rc.runtime.distributed.child_process import ChildProcess
+from verl_rc.runtime.rollout.conversation import AnsweredSample
+from verl_rc.runtime.rollout.engine import QueuedSample
+from verl_rc.runtime.rollout.environment import EpisodeFailedError
+from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.runtime.weight_sync.proof import LoadReceipt, SyncProofError, check_receipts
+from verl_rc.runtime.weight_sync.sender import ModelWeights, WeightSender
+from verl_rc.runtime.weight_sync.transfer_group import TransferAddress
 
 STEPS = 6
 """Tokens that a sample gets from one version of the weights: engines under test are ``deterministic``."""

@@ -23,12 +23,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from verl_rc.config.models import ActorConfig, LearnerFsdpConfig
-from verl_rc.distributed.sequence_parallel import divide_ranks
+from verl_rc.runtime.distributed.sequence_parallel import divide_ranks
+from verl_rc.runtime.workers import forward, scoring_head
+from verl_rc.runtime.workers.attention import PACKED_ATTENTION, PackedLayout
+from verl_rc.runtime.workers.scoring_head import PredictedTokens, add_scoring
+from verl_rc.runtime.workers.sharded_model import LearningModel
 from verl_rc.tensor_ops import ScoreOptions
-from verl_rc.workers import forward, scoring_head
-from verl_rc.workers.attention import PACKED_ATTENTION, PackedLayout
-from verl_rc.workers.scoring_head import PredictedTokens, add_scoring
-from verl_rc.workers.sharded_model import LearningModel
 
 RANKS = 8
 DEFAULT = (4, 16_384, 1)

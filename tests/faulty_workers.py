@@ -9,26 +9,26 @@ import torch
 from conversing import tool_conversations
 from torch import Tensor
 
+from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
 from verl_rc.config.rollout import MultiTurnConfig, RolloutConfig
-from verl_rc.data.batches import TokenBatch, TrainBatch
-from verl_rc.data.parts import Part, Sample
-from verl_rc.data.tokenize import load_tokenizer
-from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.rollout.conversation import OpenSamples
-from verl_rc.rollout.engine import QueuedSample
-from verl_rc.rollout.sampling import ConversationOptions, GenerationRequest, SamplingOptions
-from verl_rc.rollout.tool_environment import ToolCall
-from verl_rc.rollout.vllm import sampler
-from verl_rc.rollout.vllm.adapters import REQUEST
-from verl_rc.rollout.vllm.engine import VllmEngine
-from verl_rc.rollout.vllm.options import VllmOptions
-from verl_rc.rollout.vllm.output import parts_of_output
-from verl_rc.rollout.vllm.sampler import VllmSampler
-from verl_rc.weight_sync.manifest import Manifest, tensor_digest
-from verl_rc.weight_sync.proof import LoadReceipt
-from verl_rc.workers.actor_correction import ActorCorrection
-from verl_rc.workers.micro_batches import ObjectiveTotals
-from verl_rc.workers.policy_worker import PolicyWorker
+from verl_rc.records.batches import TokenBatch, TrainBatch
+from verl_rc.records.parts import Part, Sample
+from verl_rc.records.tokenize import load_tokenizer
+from verl_rc.runtime.rollout.conversation import OpenSamples
+from verl_rc.runtime.rollout.engine import QueuedSample
+from verl_rc.runtime.rollout.sampling import ConversationOptions, GenerationRequest, SamplingOptions
+from verl_rc.runtime.rollout.tool_environment import ToolCall
+from verl_rc.runtime.rollout.vllm import sampler
+from verl_rc.runtime.rollout.vllm.adapters import REQUEST
+from verl_rc.runtime.rollout.vllm.engine import VllmEngine
+from verl_rc.runtime.rollout.vllm.options import VllmOptions
+from verl_rc.runtime.rollout.vllm.output import parts_of_output
+from verl_rc.runtime.rollout.vllm.sampler import VllmSampler
+from verl_rc.runtime.weight_sync.manifest import Manifest, tensor_digest
+from verl_rc.runtime.weight_sync.proof import LoadReceipt
+from verl_rc.runtime.workers.actor_correction import ActorCorrection
+from verl_rc.runtime.workers.micro_batches import ObjectiveTotals
+from verl_rc.runtime.workers.policy_worker import PolicyWorker
 
 BAD_ROW = 9
 """Last digit of the numbers of samples whose log-probs are made bad; a canary has fewer rows, so that a

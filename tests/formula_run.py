@@ -15,25 +15,25 @@ from made_samples import part
 from small_models import small_run_config
 from torch.utils.data import DataLoader
 
-from verl_rc.checkpoint import CheckpointStore, RunState
-from verl_rc.cluster.engine_work import Request
-from verl_rc.data.batches import Timed, TokenBatch, TokenScores, TrainBatch
-from verl_rc.data.dataset import EpochBatches, PromptRow, PromptStream
-from verl_rc.data.optimizer_step import OptimizerStep
-from verl_rc.data.parts import Sample
-from verl_rc.driver import checkpoints, weights
-from verl_rc.driver.guards import Guards
-from verl_rc.driver.services import Services
-from verl_rc.driver.stop import StopRequest
-from verl_rc.driver.train import train
+from verl_rc.algorithm.ppo.mini_batches import MiniBatch
+from verl_rc.algorithm.rewards import RewardOutput
 from verl_rc.metrics import Metric
 from verl_rc.metrics.sinks import JsonlSink, Tracker
-from verl_rc.ppo.mini_batches import MiniBatch
-from verl_rc.rewards import RewardOutput
-from verl_rc.rollout.engine import QueuedSample
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.weight_sync.proof import GapLimit
-from verl_rc.workers.updates import ActorReport, UpdateRequest
+from verl_rc.records.batches import Timed, TokenBatch, TokenScores, TrainBatch
+from verl_rc.records.dataset import EpochBatches, PromptRow, PromptStream
+from verl_rc.records.optimizer_step import OptimizerStep
+from verl_rc.records.parts import Sample
+from verl_rc.runtime.checkpoint import CheckpointStore, RunState
+from verl_rc.runtime.rollout.engine import QueuedSample
+from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.runtime.weight_sync.proof import GapLimit
+from verl_rc.runtime.workers.updates import ActorReport, UpdateRequest
+from verl_rc.trainer import checkpoints, weights
+from verl_rc.trainer.cluster.engine_work import Request
+from verl_rc.trainer.guards import Guards
+from verl_rc.trainer.services import Services
+from verl_rc.trainer.stop import StopRequest
+from verl_rc.trainer.train import train
 
 STEPS = 4
 WIDTH = 7
@@ -329,4 +329,4 @@ def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     most of such a run."""
     monkeypatch.setattr(checkpoints, "wait_for_all", lambda pending: [])
     monkeypatch.setattr(weights, "check_receipts", lambda *_: None)
-    monkeypatch.setattr("verl_rc.driver.train.draw_curves", lambda folder: "")
+    monkeypatch.setattr("verl_rc.trainer.train.draw_curves", lambda folder: "")

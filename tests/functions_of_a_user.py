@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from verl_rc.advantage import AdvantageInputs
-from verl_rc.losses import LossMetrics, PolicyLossInputs
+from verl_rc.algorithm.advantage import AdvantageInputs
+from verl_rc.algorithm.losses import LossMetrics, PolicyLossInputs
 
 
 def above_the_critic(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:

@@ -20,28 +20,28 @@ from formula_run import Scorer, World, log_probs_of, prompt_stream
 from ray.exceptions import RayActorError
 from small_models import small_run_config
 
-from verl_rc.cluster import remote
-from verl_rc.cluster.model_groups import ActorGroup
-from verl_rc.cluster.placement import Placement
 from verl_rc.config.models import FsdpConfig
 from verl_rc.config.run import RunConfig
-from verl_rc.data.batches import TokenBatch, TrainBatch
-from verl_rc.data.dataset import PromptRow
-from verl_rc.data.optimizer_step import OptimizerStep
-from verl_rc.distributed.process_group import RankAddress
-from verl_rc.driver import setup, weights
-from verl_rc.driver.train import train
-from verl_rc.preflight.memory import ModelShape
-from verl_rc.rollout.engine import Collected, EngineFacts, QueuedSample
-from verl_rc.rollout.vllm.options import VllmOptions
-from verl_rc.weight_sync import sender
-from verl_rc.weight_sync.proof import LoadReceipt
-from verl_rc.weight_sync.sender import WeightSender
-from verl_rc.workers import trainer_rank
-from verl_rc.workers.policy_worker import PolicyWorker
-from verl_rc.workers.sharded_model import LearningModel
-from verl_rc.workers.trainer_rank import TrainerRank
-from verl_rc.workers.updates import ActorReport, UpdateReport
+from verl_rc.plan.memory import ModelShape
+from verl_rc.records.batches import TokenBatch, TrainBatch
+from verl_rc.records.dataset import PromptRow
+from verl_rc.records.optimizer_step import OptimizerStep
+from verl_rc.runtime.distributed.process_group import RankAddress
+from verl_rc.runtime.rollout.engine import Collected, EngineFacts, QueuedSample
+from verl_rc.runtime.rollout.vllm.options import VllmOptions
+from verl_rc.runtime.weight_sync import sender
+from verl_rc.runtime.weight_sync.proof import LoadReceipt
+from verl_rc.runtime.weight_sync.sender import WeightSender
+from verl_rc.runtime.workers import trainer_rank
+from verl_rc.runtime.workers.policy_worker import PolicyWorker
+from verl_rc.runtime.workers.sharded_model import LearningModel
+from verl_rc.runtime.workers.trainer_rank import TrainerRank
+from verl_rc.runtime.workers.updates import ActorReport, UpdateReport
+from verl_rc.trainer import setup, weights
+from verl_rc.trainer.cluster import remote
+from verl_rc.trainer.cluster.model_groups import ActorGroup
+from verl_rc.trainer.cluster.placement import Placement
+from verl_rc.trainer.train import train
 
 CAPACITY = 79.1
 """H100, as the driver reports it."""
@@ -566,7 +566,7 @@ def train_on_ledger(
     for name, value in replacements.items():
         monkeypatch.setattr(setup, name, value)
     monkeypatch.setattr(weights, "check_receipts", lambda *_: None)
-    monkeypatch.setattr("verl_rc.driver.train.draw_curves", lambda folder: "")
+    monkeypatch.setattr("verl_rc.trainer.train.draw_curves", lambda folder: "")
     started: Future[None] = Future()
     started.set_result(None)
     with setup.open_run(config, started) as (services, state):

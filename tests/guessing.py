@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_rc.rollout.environment import Environment, Opening, PolicyError, Reply, Turn
+from verl_rc.runtime.rollout.environment import Environment, Opening, PolicyError, Reply, Turn
 
 KILL = "GUESSING_KILL"
 """Environment variable of ``Deadly``: victim (driver, itself), number of the call, before or after, and a

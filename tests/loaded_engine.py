@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from verl_rc.rollout.vllm import float32_head
-from verl_rc.rollout.vllm.engine import VllmEngine
-from verl_rc.weight_sync.manifest import Manifest, TensorSpec
-from verl_rc.workers.language_model import torch_dtype
+from verl_rc.runtime.rollout.vllm import float32_head
+from verl_rc.runtime.rollout.vllm.engine import VllmEngine
+from verl_rc.runtime.weight_sync.manifest import Manifest, TensorSpec
+from verl_rc.runtime.workers.language_model import torch_dtype
 
 
 class LoadedEngine(VllmEngine):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from verl_rc.data.parts import Answer, Part, Sample
+from verl_rc.records.parts import Answer, Part, Sample
 
 
 def part(tokens: Sequence[int], version: int, log_probs: Sequence[float] | float = -0.5) -> Part:

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
-from verl_rc.rollout.conversation import Conversations, OpenSamples
-from verl_rc.rollout.sampling import ConversationOptions
-from verl_rc.rollout.vllm.engine import VllmEngine
-from verl_rc.rollout.vllm.options import OnUpdate
-from verl_rc.rollout.vllm.sampler import VllmSampler
-from verl_rc.weight_sync.manifest import Manifest
-from verl_rc.weight_sync.proof import LoadReceipt
+from verl_rc.runtime.rollout.conversation import Conversations, OpenSamples
+from verl_rc.runtime.rollout.sampling import ConversationOptions
+from verl_rc.runtime.rollout.vllm.engine import VllmEngine
+from verl_rc.runtime.rollout.vllm.options import OnUpdate
+from verl_rc.runtime.rollout.vllm.sampler import VllmSampler
+from verl_rc.runtime.weight_sync.manifest import Manifest
+from verl_rc.runtime.weight_sync.proof import LoadReceipt
 
 
 class RecordingLoop:

@@ -10,23 +10,23 @@ import torch
 from batches_of_ones import ones_rollouts
 from torch import Tensor
 
-from verl_rc.config.checks import check_run
-from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.config.run import RunConfig
-from verl_rc.correction import require_finite
-from verl_rc.data.batches import PolicyEvaluations, TokenScores, TrainBatch
-from verl_rc.data.samples import Samples
-from verl_rc.losses import Aggregation
-from verl_rc.ppo.control import Control
-from verl_rc.ppo.mini_batches import plan_mini_batches
-from verl_rc.ppo.objective import (
+from verl_rc.algorithm.losses import Aggregation
+from verl_rc.algorithm.ppo.control import Control
+from verl_rc.algorithm.ppo.mini_batches import plan_mini_batches
+from verl_rc.algorithm.ppo.objective import (
     MiniBatchCounts,
     corrected_current,
     loss_counts,
     policy_objective,
     with_interpolated_proximal,
 )
-from verl_rc.ppo.train_batch import ScoredStep, build_train_batch
+from verl_rc.algorithm.ppo.train_batch import ScoredStep, build_train_batch
+from verl_rc.config.checks import check_run
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.config.run import RunConfig
+from verl_rc.correction import require_finite
+from verl_rc.records.batches import PolicyEvaluations, TokenScores, TrainBatch
+from verl_rc.records.samples import Samples
 
 ROWS, WIDTH, GROUP = 40, 7, 4
 EMPTY_ROW = 5

@@ -11,7 +11,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from verl_rc.distributed.network import listen, network_variables
+from verl_rc.runtime.distributed.network import listen, network_variables
 
 
 def meet(folder: Path, name: str, rank: int, address: str) -> tuple[str, int]:
@@ -32,13 +32,17 @@ def main(rank: int, address: str, folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from verl_rc.distributed.process_group import (
+    from verl_rc.runtime.distributed.process_group import (
         RankAddress,
         all_reduce_sum,
         join_trainer_group,
         leave_trainer_group,
     )
-    from verl_rc.weight_sync.transfer_group import TransferAddress, broadcast_from_sender, join_transfer_group
+    from verl_rc.runtime.weight_sync.transfer_group import (
+        TransferAddress,
+        broadcast_from_sender,
+        join_transfer_group,
+    )
 
     mesh = join_trainer_group(
         RankAddress(rank, 2, *meet(folder, "trainer", rank, address)), torch.device("cpu"), 60

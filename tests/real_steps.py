@@ -11,20 +11,20 @@ import pytest
 import torch
 from small_runs import ROOT, SHARE_OF_DIGITS, run_overrides
 
-from verl_rc.checkpoint import RunState
-from verl_rc.cluster.engine_group import EngineGroup
-from verl_rc.cluster.engine_work import Request
-from verl_rc.cluster.model_groups import ActorGroup
-from verl_rc.cluster.ray_session import start_ray_in_background
-from verl_rc.cluster.remote import wait_for_all
 from verl_rc.config.load import load_run_config
-from verl_rc.data.parts import Part, Sample, token_ids
-from verl_rc.driver import train
-from verl_rc.driver.services import Services
-from verl_rc.driver.setup import open_run
-from verl_rc.driver.step_record import StepRecord
-from verl_rc.driver.weights import Publisher
-from verl_rc.rollout.vllm.options import VllmOptions
+from verl_rc.records.parts import Part, Sample, token_ids
+from verl_rc.runtime.checkpoint import RunState
+from verl_rc.runtime.rollout.vllm.options import VllmOptions
+from verl_rc.trainer import train
+from verl_rc.trainer.cluster.engine_group import EngineGroup
+from verl_rc.trainer.cluster.engine_work import Request
+from verl_rc.trainer.cluster.model_groups import ActorGroup
+from verl_rc.trainer.cluster.ray_session import start_ray_in_background
+from verl_rc.trainer.cluster.remote import wait_for_all
+from verl_rc.trainer.services import Services
+from verl_rc.trainer.setup import open_run
+from verl_rc.trainer.step_record import StepRecord
+from verl_rc.trainer.weights import Publisher
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from verl_rc.data.token_parquet import write_record
-from verl_rc.data.token_record import FOLDER, PIECES, TokenRecord, class_of
+from verl_rc.records.token_records.token_parquet import write_record
+from verl_rc.records.token_records.token_record import FOLDER, PIECES, TokenRecord, class_of
 
 PIECES_OF_DIGITS = {0: "<eos>", **{digit + 1: str(digit) for digit in range(10)}, 11: " and", 12: "\n"}
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_rc.workers.policy_worker import PolicyWorker
+from verl_rc.runtime.workers.policy_worker import PolicyWorker
 
 
 class RoundingPolicyWorker(PolicyWorker):

@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from weight_borrowers import CPU, linear_stack
 
-from verl_rc.weight_sync.sender import ModelWeights, SendReceipt, WeightSender
-from verl_rc.weight_sync.shared_bucket import BucketHandle
+from verl_rc.runtime.weight_sync.sender import ModelWeights, SendReceipt, WeightSender
+from verl_rc.runtime.weight_sync.shared_bucket import BucketHandle
 
 
 class ShardedRank:

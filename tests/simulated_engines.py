@@ -1,5 +1,5 @@
-"""A loop of engines and a trainer in simulated time, which decides with the rules of ``verl_rc.ppo``; shared
-by their tests.
+"""A loop of engines and a trainer in simulated time, which decides with the rules of
+``verl_rc.algorithm.supply``; shared by their tests.
 
 Engines decode with continuous batching: a decode step of b running responses takes ``decode_ms + each_ms *
 b`` and gives each one token. Lengths are lognormal, half of the log-variance belongs to the prompt. A
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from verl_rc.ppo.group_book import AdmissionRule, GroupBook
-from verl_rc.ppo.replay_order import NextBatch, ReplayRule, next_batch
+from verl_rc.algorithm.supply.group_book import AdmissionRule, GroupBook
+from verl_rc.algorithm.supply.replay_order import NextBatch, ReplayRule, next_batch
 
 
 class Turn(NamedTuple):

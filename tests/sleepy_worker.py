@@ -4,12 +4,12 @@
 import time
 from collections.abc import Sequence
 
-from verl_rc.data.batches import TrainBatch
-from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.workers.actor_correction import ActorCorrection
-from verl_rc.workers.micro_batches import ObjectiveTotals
-from verl_rc.workers.policy_worker import PolicyWorker
-from verl_rc.workers.updates import ActorReport, UpdateRequest
+from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
+from verl_rc.records.batches import TrainBatch
+from verl_rc.runtime.workers.actor_correction import ActorCorrection
+from verl_rc.runtime.workers.micro_batches import ObjectiveTotals
+from verl_rc.runtime.workers.policy_worker import PolicyWorker
+from verl_rc.runtime.workers.updates import ActorReport, UpdateRequest
 
 
 class SleepyPolicyWorker(PolicyWorker):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import FileSystemWriter
 
-from verl_rc.workers.policy_worker import PolicyWorker
+from verl_rc.runtime.workers.policy_worker import PolicyWorker
 
 
 class SlowlySavingPolicyWorker(PolicyWorker):

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_rc.data.parts import Part
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.vllm import fp8_products
-from verl_rc.rollout.vllm.engine import VllmEngine
-from verl_rc.rollout.vllm.engine_worker import MeasuredFp8Kernel
-from verl_rc.rollout.vllm.sampler import VllmSampler
+from verl_rc.records.parts import Part
+from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.runtime.rollout.vllm import fp8_products
+from verl_rc.runtime.rollout.vllm.engine import VllmEngine
+from verl_rc.runtime.rollout.vllm.engine_worker import MeasuredFp8Kernel
+from verl_rc.runtime.rollout.vllm.sampler import VllmSampler
 
 SECONDS_PER_MULTIPLICATION = 180e-9
 """Measured on such a CPU: 4.5 s for 256 x 192 x 512."""

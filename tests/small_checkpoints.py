@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from two_processes import free_port
 
-from verl_rc.checkpoint import RunState, SavedRun
 from verl_rc.config.run import RunConfig
-from verl_rc.distributed.process_group import RankAddress
-from verl_rc.workers.critic_worker import CriticWorker
-from verl_rc.workers.forward import packed_logits
-from verl_rc.workers.policy_worker import PolicyWorker
+from verl_rc.runtime.checkpoint import RunState, SavedRun
+from verl_rc.runtime.distributed.process_group import RankAddress
+from verl_rc.runtime.workers.critic_worker import CriticWorker
+from verl_rc.runtime.workers.forward import packed_logits
+from verl_rc.runtime.workers.policy_worker import PolicyWorker
 
 TOKENS = torch.tensor([[7, 3, 250, 41, 3, 3, 99, 120, 5, 64, 200, 31]])
 STEP = 3

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from verl_rc.distributed.child_process import ChildProcess
-from verl_rc.rollout.vllm.options import VllmOptions
-from verl_rc.weight_sync.proof import LoadReceipt, check_receipts
-from verl_rc.weight_sync.sender import ModelWeights, WeightSender
-from verl_rc.workers.environment import engine_environment
+from verl_rc.runtime.distributed.child_process import ChildProcess
+from verl_rc.runtime.rollout.vllm.options import VllmOptions
+from verl_rc.runtime.weight_sync.proof import LoadReceipt, check_receipts
+from verl_rc.runtime.weight_sync.sender import ModelWeights, WeightSender
+from verl_rc.runtime.workers.environment import engine_environment
 
 # Room for the query projection but not for key and value with it: vLLM fuses the three into one layer.
 BUCKET_BYTES = 20 << 10

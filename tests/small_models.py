@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Mo
 
 from verl_rc.config.load import load_run_config
 from verl_rc.config.run import RunConfig
-from verl_rc.data.batches import TokenBatch, TrainBatch, positions_mask
+from verl_rc.records.batches import TokenBatch, TrainBatch, positions_mask
 
 VOCABULARY = 29
 

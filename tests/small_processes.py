@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from verl_rc.cluster.remote import RemoteProcess, wait_for_all
+from verl_rc.trainer.cluster.remote import RemoteProcess, wait_for_all
 
 
 def start_small_processes(*names: str) -> list[RemoteProcess]:

@@ -8,18 +8,18 @@ from typing import Any, cast
 from made_samples import sample as made_sample
 from small_models import small_run_config
 
-from verl_rc.checkpoint import RunState
-from verl_rc.cluster.engine_work import Request
-from verl_rc.data.dataset import PromptRow
-from verl_rc.data.parts import Sample
-from verl_rc.data.samples import Samples
-from verl_rc.driver.services import Services
-from verl_rc.driver.step_record import StepRecord
-from verl_rc.driver.supply import Supply
-from verl_rc.driver.weights import Publisher
-from verl_rc.rewards import RewardOutput
-from verl_rc.rollout.engine import QueuedSample
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.algorithm.rewards import RewardOutput
+from verl_rc.records.dataset import PromptRow
+from verl_rc.records.parts import Sample
+from verl_rc.records.samples import Samples
+from verl_rc.runtime.checkpoint import RunState
+from verl_rc.runtime.rollout.engine import QueuedSample
+from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.trainer.cluster.engine_work import Request
+from verl_rc.trainer.services import Services
+from verl_rc.trainer.step_record import StepRecord
+from verl_rc.trainer.supply.supply import Supply
+from verl_rc.trainer.weights import Publisher
 
 SCORES = {0: (1, 1), 1: (0, 1), 2: (0, 0), 3: (1, 0), 4: (1, 1), 5: (0, 1), 6: (0.5, 1), 7: (1, 1)}
 """The two samples' scores of each prompt: 1, 3, 5 and 6 tell something."""

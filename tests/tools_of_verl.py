@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from verl_rc.rollout.environment import Environment, Reply, Turn
+from verl_rc.runtime.rollout.environment import Environment, Reply, Turn
 
 PROPERTY = {"type": "string", "description": "The answer."}
 

@@ -5,7 +5,7 @@ import os
 from typing import Any
 from unittest.mock import patch
 
-from verl_rc.exact import EXACT_ENVIRONMENT
+from verl_rc.runtime.exact import EXACT_ENVIRONMENT
 
 os.environ |= {**EXACT_ENVIRONMENT["cuda"], "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -20,9 +20,9 @@ from vllm.model_executor.determinism import batch_invariant
 from vllm.model_executor.layers import utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from verl_rc.exact import gpu_engine, gpu_kernels, operations, trainer
-from verl_rc.rollout.vllm.captured import CapturingEngine
-from verl_rc.rollout.vllm.options import VllmOptions
+from verl_rc.runtime.exact import gpu_engine, gpu_kernels, operations, trainer
+from verl_rc.runtime.rollout.vllm.captured import CapturingEngine
+from verl_rc.runtime.rollout.vllm.options import VllmOptions
 
 batch_invariant.num_compute_units = lambda *_: 1
 torch.cuda.get_device_capability = lambda *_: (9, 0)

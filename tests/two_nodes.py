@@ -14,12 +14,12 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util import remove_placement_group
 
-from verl_rc.cluster.placement import Placement, plan_placement
-from verl_rc.cluster.ray_session import start_ray
-from verl_rc.cluster.remote import RemoteProcess, wait_for_all
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
 from verl_rc.config.run import RayInitConfig
+from verl_rc.trainer.cluster.placement import Placement, plan_placement
+from verl_rc.trainer.cluster.ray_session import start_ray
+from verl_rc.trainer.cluster.remote import RemoteProcess, wait_for_all
 
 NODE = {"num_cpus": 2, "object_store_memory": 80_000_000}
 OVERRIDES = [

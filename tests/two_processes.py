@@ -9,7 +9,9 @@ from typing import Any
 
 SERVER = get_context("forkserver")
 """Ranks are forks of one process, which has imported what takes seconds and holds nothing else."""
-SERVER.set_forkserver_preload(["verl_rc.workers.trainer_rank", "verl_rc.workers.policy_worker"])
+SERVER.set_forkserver_preload(
+    ["verl_rc.runtime.workers.trainer_rank", "verl_rc.runtime.workers.policy_worker"]
+)
 _PORTS = iter(random.SystemRandom().sample(range(20000, 32768), 12768))
 
 

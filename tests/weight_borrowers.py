@@ -5,8 +5,8 @@ import os
 import torch
 from torch import Tensor, nn
 
-from verl_rc.weight_sync.manifest import TensorSpec
-from verl_rc.weight_sync.shared_bucket import BucketHandle, copy_bucket, share_bucket
+from verl_rc.runtime.weight_sync.manifest import TensorSpec
+from verl_rc.runtime.weight_sync.shared_bucket import BucketHandle, copy_bucket, share_bucket
 
 CPU = torch.device("cpu")
 

@@ -8,10 +8,10 @@ from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.config.load import run_with_config
 from verl_rc.config.paths import output_folders
 from verl_rc.config.run import RunConfig
-from verl_rc.distributed.child_process import importing
-from verl_rc.driver.log import log, log_to_stdout
-from verl_rc.driver.stop import ending_on_sigterm
 from verl_rc.printable import write_error
+from verl_rc.runtime.distributed.child_process import importing
+from verl_rc.trainer.log import log, log_to_stdout
+from verl_rc.trainer.stop import ending_on_sigterm
 
 
 def train(config: RunConfig) -> None:
@@ -26,14 +26,14 @@ def train(config: RunConfig) -> None:
 def _train(config: RunConfig) -> None:
     with importing():
         # ray loads only once the configuration is valid
-        from verl_rc.cluster.ray_session import RayStartError, start_ray_in_background  # noqa: PLC0415
+        from verl_rc.trainer.cluster.ray_session import RayStartError, start_ray_in_background  # noqa: PLC0415
 
         if config.actor_rollout_ref.rollout.converses:
             _check_chat_template(config)
         log("loading ray and torch, starting Ray …")
         ray_started = start_ray_in_background(config.ray_kwargs.ray_init, config.num_processes)
-        from verl_rc.checkpoint import CheckpointError  # noqa: PLC0415  (torch loads while Ray starts)
-        from verl_rc.driver.train import main as run_training  # noqa: PLC0415  (as above)
+        from verl_rc.runtime.checkpoint import CheckpointError  # noqa: PLC0415  (torch loads while Ray starts)
+        from verl_rc.trainer.train import main as run_training  # noqa: PLC0415  (as above)
 
     try:
         run_training(config, ray_started)
@@ -44,7 +44,7 @@ def _train(config: RunConfig) -> None:
 
 def _check_chat_template(config: RunConfig) -> None:
     """Raise ``ConfigError`` when the chat template cannot hold the run's conversations."""
-    from verl_rc.rollout.chat_template import check_chat_template  # noqa: PLC0415  (torch loads)
+    from verl_rc.runtime.rollout.chat_template import check_chat_template  # noqa: PLC0415  (torch loads)
 
     try:
         for note in check_chat_template(config):

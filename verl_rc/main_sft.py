@@ -10,7 +10,7 @@ from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.config.load import run_with_config
 from verl_rc.config.paths import folder_problem
 from verl_rc.config.sft import SftConfig
-from verl_rc.distributed.child_process import importing
+from verl_rc.runtime.distributed.child_process import importing
 
 
 def train(config: SftConfig) -> None:
@@ -31,7 +31,7 @@ def _train(config: SftConfig) -> None:
     # loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with importing():
-        from verl_rc.workers.sft import load_sft, train_sft  # noqa: PLC0415  (torch loads only once the configuration is valid)
+        from verl_rc.runtime.workers.sft import load_sft, train_sft  # noqa: PLC0415  (torch loads only once the configuration is valid)
 
     console = Console(stderr=True)
     try:

@@ -5,7 +5,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from verl_rc.rollout.environment import Environment, Opening, Reply, Turn
+from verl_rc.runtime.rollout.environment import Environment, Opening, Reply, Turn
 
 RIGHT, WRONG = 1.0, -0.1
 """Rewards of a turn."""

@@ -14,7 +14,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from recipes.environments.guess import GuessNumber
-from verl_rc.rollout.environments.agent_task import AgentTask
+from verl_rc.runtime.rollout.environments.agent_task import AgentTask
 
 
 async def play(task: AgentTask, numbers: int = 10, turns: int = 4) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from verl_rc.rollout.environment import Environment, Opening, Reply, Turn
+from verl_rc.runtime.rollout.environment import Environment, Opening, Reply, Turn
 
 USEFUL, RIGHT = 0.1, 1.0
 """Rewards of a turn that is useful (the first search for a name of the question, or its sum), and of the

@@ -12,7 +12,7 @@ fail() {
 }
 [[ -x "$bin/ray" ]] || fail "no Ray in $bin: bash scripts/install.sh gpu, or name the environment in VERL_RC_VENV."
 
-# As verl_rc/cluster/ray_session.py sets them for the driver. An engine that shares the trainer's GPUs reserves none from Ray and
+# As verl_rc/trainer/cluster/ray_session.py sets them for the driver. An engine that shares the trainer's GPUs reserves none from Ray and
 # is told which it sees: Ray must not hide them. Workers inherit these from the node's Ray, not from the driver.
 export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}" RAY_USAGE_STATS_ENABLED=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0
 export RAY_enable_open_telemetry=0

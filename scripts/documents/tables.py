@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from documents.markdown import table
 
+from verl_rc.algorithm.health.cause import Cause
+from verl_rc.algorithm.health.cause_table import INVARIANTS, RUN_CAUSES
+from verl_rc.algorithm.health.signature_causes import SIGNATURE_CAUSES
 from verl_rc.config.algorithms import POLICY_LOSSES
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
-from verl_rc.data.token_record import FIELDS, REQUIRED
-from verl_rc.health.cause import Cause
-from verl_rc.health.cause_table import INVARIANTS, RUN_CAUSES
-from verl_rc.health.signature_causes import SIGNATURE_CAUSES
 from verl_rc.metrics.bounds import LOG_RATIO_BOUND
 from verl_rc.metrics.catalog import SECTIONS
 from verl_rc.metrics.catalog.symbols import SYMBOLS
+from verl_rc.records.token_records.token_record import FIELDS, REQUIRED
 
 _METRICS_HEAD = """\
 # Metrics

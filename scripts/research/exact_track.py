@@ -27,19 +27,19 @@ import torch
 import yaml
 from torch import Tensor
 
-from verl_rc.advantage import compute_advantages
-from verl_rc.config.algorithms import LOSS_MODES, POLICY_LOSSES
-from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
-from verl_rc.correction import CorrectionStatistics, SequenceContext, correct_sequences, measure
-from verl_rc.losses import (
+from verl_rc.algorithm.advantage import compute_advantages
+from verl_rc.algorithm.losses import (
     Aggregation,
     PolicyLossInputs,
     clean_policy_loss_inputs,
     mini_batch_statistics,
     read_loss_options,
 )
-from verl_rc.losses.inputs import resolve_policy_loss
-from verl_rc.ppo.choices import needs_statistics_first
+from verl_rc.algorithm.losses.inputs import resolve_policy_loss
+from verl_rc.algorithm.ppo.choices import needs_statistics_first
+from verl_rc.config.algorithms import LOSS_MODES, POLICY_LOSSES
+from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
+from verl_rc.correction import CorrectionStatistics, SequenceContext, correct_sequences, measure
 
 SEEDS = (0, 1, 2)
 """Seeds of the problems; results are means over them."""

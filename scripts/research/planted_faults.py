@@ -22,23 +22,23 @@ from research.study import ROOT, Run, missing, place_of, read_runs, run_all
 from torch import Tensor
 
 from verl_rc import main_ppo
-from verl_rc.cluster.model_groups import ActorGroup
-from verl_rc.data.batches import TokenBatch, TokenScores, TrainBatch
-from verl_rc.data.parts import Part, Sample
-from verl_rc.driver import train as loop
-from verl_rc.health import cause_table as causes
+from verl_rc.algorithm.health import cause_table as causes
 from verl_rc.insight.run_folder import read_run
 from verl_rc.insight.verdict import judge
-from verl_rc.rollout.engine import Collected, QueuedSample
-from verl_rc.rollout.sampling import SamplingOptions, request_seed
-from verl_rc.rollout.vllm import sampler as vllm_sampler
-from verl_rc.rollout.vllm.engine import VllmEngine
-from verl_rc.rollout.vllm.options import VllmOptions
+from verl_rc.records.batches import TokenBatch, TokenScores, TrainBatch
+from verl_rc.records.parts import Part, Sample
+from verl_rc.runtime.rollout.engine import Collected, QueuedSample
+from verl_rc.runtime.rollout.sampling import SamplingOptions, request_seed
+from verl_rc.runtime.rollout.vllm import sampler as vllm_sampler
+from verl_rc.runtime.rollout.vllm.engine import VllmEngine
+from verl_rc.runtime.rollout.vllm.options import VllmOptions
+from verl_rc.runtime.weight_sync.manifest import Manifest
+from verl_rc.runtime.weight_sync.proof import LoadReceipt
+from verl_rc.runtime.weight_sync.transfer_group import TransferAddress
+from verl_rc.runtime.workers.policy_worker import PolicyWorker
 from verl_rc.tensor_ops import logprobs
-from verl_rc.weight_sync.manifest import Manifest
-from verl_rc.weight_sync.proof import LoadReceipt
-from verl_rc.weight_sync.transfer_group import TransferAddress
-from verl_rc.workers.policy_worker import PolicyWorker
+from verl_rc.trainer import train as loop
+from verl_rc.trainer.cluster.model_groups import ActorGroup
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 COMMON = (

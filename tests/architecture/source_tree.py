@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "verl_rc"
-PURE_PACKAGES = ("advantage", "correction", "data", "health", "losses", "ppo", "rewards", "tensor_ops")
+PURE_PACKAGES = ("algorithm", "correction", "records", "tensor_ops")
 TEXT_SUFFIXES = {
     ".cfg",
     ".cpu",

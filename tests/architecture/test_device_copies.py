@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from verl_rc.advantage import advantage_estimator_names, apply_kl_in_reward, compute_advantages
+from verl_rc.algorithm.advantage import advantage_estimator_names, apply_kl_in_reward, compute_advantages
+from verl_rc.algorithm.losses import compute_policy_loss, compute_value_loss
 from verl_rc.config.algorithms import LOSS_MODES
-from verl_rc.losses import compute_policy_loss, compute_value_loss
 from verl_rc.tensor_ops import kl_penalty
 
 ROWS, WIDTH = 6, 4

@@ -17,14 +17,14 @@ LINT = (
 )
 
 FAULTS = {
-    "layers": ("tensor_ops/__init__.py", "import verl_rc.driver"),
-    "ray": ("rollout/__init__.py", "def late():\n    import ray"),
-    "vllm": ("data/rollout_batch.py", "import vllm"),
-    "engine-rooms": ("cluster/placement.py", "from verl_rc.rollout.vllm import engine"),
+    "layers": ("tensor_ops/__init__.py", "import verl_rc.trainer"),
+    "ray": ("runtime/rollout/__init__.py", "def late():\n    import ray"),
+    "vllm": ("records/rollout_batch.py", "import vllm"),
+    "engine-rooms": ("trainer/cluster/placement.py", "from verl_rc.runtime.rollout.vllm import engine"),
     "wandb": ("metrics/record.py", "import wandb"),
     "hydra": ("main_ppo.py", "from omegaconf import OmegaConf"),
     "config-light": ("config/__init__.py", "from torch import Tensor"),
-    "plan-light": ("preflight/plan.py", "import torch"),
+    "plan-light": ("plan/run_plan.py", "import torch"),
     "insight-light": ("insight/verdict.py", "import torch"),
     "siblings": ("config/__init__.py", "import verl_rc.metrics"),
 }
@@ -50,12 +50,12 @@ def skeleton(tmp_path):
             (tmp_path / "verl_rc" / name / "__init__.py").write_text("")
     (tmp_path / "verl_rc/__init__.py").write_text("")
     for name, text in {
-        "weight_sync/manifest.py": "",
-        "weight_sync/transfer_group.py": "",
-        "weight_sync/sender.py": "from verl_rc.weight_sync import manifest",
+        "runtime/weight_sync/manifest.py": "",
+        "runtime/weight_sync/transfer_group.py": "",
+        "runtime/weight_sync/sender.py": "from verl_rc.runtime.weight_sync import manifest",
         "metrics/record.py": "import verl_rc.config",
-        "preflight/plan.py": "",
-        "workers/policy_worker.py": "import torch",
+        "plan/run_plan.py": "",
+        "runtime/workers/policy_worker.py": "import torch",
         "insight/page.py": "from verl_rc.insight import verdict",
         "insight/run_folder.py": "",
         "insight/hooks/__init__.py": "",
@@ -64,19 +64,21 @@ def skeleton(tmp_path):
         "insight/diagnosis.py": "",
         "insight/picture.py": "",
         "insight/verdict.py": "from verl_rc.insight import run_folder",
-        "ppo/objective.py": "import torch",
-        "preflight/explain.py": "from verl_rc.preflight import plan",
+        "algorithm/ppo/objective.py": "import torch",
+        "plan/explain.py": "from verl_rc.plan import run_plan",
         "metrics/sinks.py": "import wandb",
         "config/load.py": "import hydra, omegaconf",
-        "cluster/placement.py": "import ray",
-        "driver/train.py": "import ray\nfrom verl_rc.metrics import sinks\nfrom verl_rc.config import load",
-        "data/rollout_batch.py": "",
-        "rollout/vllm/__init__.py": "",
-        "rollout/vllm/engine.py": "import vllm\nfrom verl_rc.weight_sync import manifest",
-        "main_ppo.py": "from verl_rc.driver import train",
+        "trainer/cluster/placement.py": "import ray",
+        "trainer/train.py": "import ray\nfrom verl_rc.metrics import sinks\nfrom verl_rc.config import load",
+        "records/rollout_batch.py": "",
+        "runtime/rollout/vllm/__init__.py": "",
+        "runtime/rollout/vllm/engine.py": "import vllm\nfrom verl_rc.runtime.weight_sync import manifest",
+        "main_ppo.py": "from verl_rc.trainer import train",
     }.items():
-        (tmp_path / "verl_rc" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "verl_rc" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "verl_rc" / name).write_text(text)
+    for folder in (path for path in (tmp_path / "verl_rc").rglob("*") if path.is_dir()):
+        (folder / "__init__.py").touch()
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
 

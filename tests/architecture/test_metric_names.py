@@ -136,7 +136,7 @@ def test_the_check_of_entries_itself(name, code, count):
 
 def test_stages_of_the_driver_have_entries():
     violations = [
-        v for path in package_files("driver") for v in stages_without_entry(parse(path), relative(path))
+        v for path in package_files("trainer") for v in stages_without_entry(parse(path), relative(path))
     ]
     assert not violations, listed(violations)
 

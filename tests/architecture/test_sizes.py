@@ -53,7 +53,7 @@ def test_functions_fit():
 
 
 def test_the_loop_fits_on_a_page():
-    path = next(path for path in package_files("driver") if path.name == "train.py")
+    path = next(path for path in package_files("trainer") if path.name == "train.py")
     loop = next(function for function in functions(parse(path)) if function.name == "train")
     assert loop.end_lineno - loop.lineno + 1 <= MAX_LOOP_LINES
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from real_steps import RealRun, move_weights, open_faulty_run, plant, real_step, with_values
 
-from verl_rc.driver.step_record import StepRecord
-from verl_rc.weight_sync.proof import SyncProofError
+from verl_rc.runtime.weight_sync.proof import SyncProofError
+from verl_rc.trainer.step_record import StepRecord
 
 pytestmark = pytest.mark.chaos
 

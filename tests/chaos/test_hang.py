@@ -64,7 +64,7 @@ def test_a_rank_that_hangs_in_an_update_ends_the_run_which_then_goes_on(
     assert result.returncode == 0, result.stderr[-3000:]
     mine = [*overrides, *of_folder(other)]
 
-    stopped = train(mine, "actor:1", "SIGSTOP", "verl_rc.driver.stages:update_actor", "2", "before")
+    stopped = train(mine, "actor:1", "SIGSTOP", "verl_rc.trainer.stages:update_actor", "2", "before")
     (first,) = other.glob("hang-*.txt")
     assert_told_who_waits_for_whom(stopped, first, "is stopped by a signal (SIGSTOP)")
 

@@ -14,10 +14,10 @@ from real_runs import of_folder, train
 
 pytestmark = pytest.mark.chaos
 
-TRAIN, STAGES, WEIGHTS = "verl_rc.driver.train", "verl_rc.driver.stages", "verl_rc.driver.weights"
-DECIDE, SUPPLY = "verl_rc.driver.scored_groups", "verl_rc.driver.supply"
-CHECKPOINTS, STORE = "verl_rc.driver.checkpoints", "verl_rc.checkpoint.store"
-RECORD, STATE = "verl_rc.driver.step_record", "verl_rc.checkpoint.run_state"
+TRAIN, STAGES, WEIGHTS = "verl_rc.trainer.train", "verl_rc.trainer.stages", "verl_rc.trainer.weights"
+DECIDE, SUPPLY = "verl_rc.trainer.supply.scored_groups", "verl_rc.trainer.supply.supply"
+CHECKPOINTS, STORE = "verl_rc.trainer.checkpoints", "verl_rc.runtime.checkpoint.store"
+RECORD, STATE = "verl_rc.trainer.step_record", "verl_rc.runtime.checkpoint.run_state"
 
 
 @dataclass(frozen=True)

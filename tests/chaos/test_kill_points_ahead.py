@@ -15,12 +15,12 @@ from real_runs import metrics_of, of_folder, train
 
 pytestmark = pytest.mark.chaos
 
-TRAIN, STAGES, WEIGHTS = "verl_rc.driver.train", "verl_rc.driver.stages", "verl_rc.driver.weights"
-SUPPLY = "verl_rc.driver.supply:Supply"
+TRAIN, STAGES, WEIGHTS = "verl_rc.trainer.train", "verl_rc.trainer.stages", "verl_rc.trainer.weights"
+SUPPLY = "verl_rc.trainer.supply.supply:Supply"
 CHECKPOINTS, STORE, RECORD = (
-    "verl_rc.driver.checkpoints",
-    "verl_rc.checkpoint.store",
-    "verl_rc.driver.step_record",
+    "verl_rc.trainer.checkpoints",
+    "verl_rc.runtime.checkpoint.store",
+    "verl_rc.trainer.step_record",
 )
 STEPS = 6
 AHEAD = (

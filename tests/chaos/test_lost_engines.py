@@ -11,7 +11,7 @@ from small_runs import SHARE_OF_DIGITS, run_overrides
 pytestmark = pytest.mark.chaos
 
 STEPS = 4
-GENERATE = "verl_rc.driver.supply:Supply.take"
+GENERATE = "verl_rc.trainer.supply.supply:Supply.take"
 ONE_DIES = ("engine:1", "SIGKILL", GENERATE, "1", "0.05")
 ONE_STOPS = ("engine:0", "SIGSTOP", GENERATE, "2", "0.05")
 BOTH_DIE = ("engine:0", "SIGKILL", GENERATE, "3", "0.05", "engine:1", "SIGKILL", GENERATE, "3", "0.08")

@@ -23,7 +23,7 @@ import pytest
 from real_runs import left_over_processes, marked_environment, marked_memory, metrics_of
 from small_runs import ROOT
 
-from verl_rc.checkpoint import CheckpointStore, SavedRun
+from verl_rc.runtime.checkpoint import CheckpointStore, SavedRun
 
 pytestmark = pytest.mark.chaos
 MINUTES = float(os.environ.get("SOAK_MINUTES", "6"))
@@ -32,7 +32,7 @@ FAULTY_TOOL = """
 import random
 import time
 
-from verl_rc.rollout.tools import Tool, evaluate_expression
+from verl_rc.runtime.rollout.tools import Tool, evaluate_expression
 
 
 def calculate(expression: str) -> str:

@@ -14,9 +14,9 @@ from real_steps import RealRun, open_faulty_run
 from small_engines import start_small_engine
 from small_runs import ROOT, SHARE_OF_DIGITS, WITH_EVERYTHING, make_task, run_overrides
 
-from verl_rc.cluster.ray_session import start_ray
 from verl_rc.config.run import RayInitConfig
-from verl_rc.distributed.child_process import ChildProcess
+from verl_rc.runtime.distributed.child_process import ChildProcess
+from verl_rc.trainer.cluster.ray_session import start_ray
 
 ACCURACY = "val-core/digits/acc/mean@1"
 

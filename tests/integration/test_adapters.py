@@ -15,11 +15,11 @@ from small_models import log_probs
 from transformers import AutoModelForCausalLM
 
 from verl_rc.config.models import ModelConfig
-from verl_rc.rollout.engine import QueuedSample
-from verl_rc.rollout.sampling import GenerationRequest
-from verl_rc.weight_sync.proof import SyncProofError
-from verl_rc.weight_sync.sender import WeightSender
-from verl_rc.workers.lora import add_adapters, engine_weights
+from verl_rc.runtime.rollout.engine import QueuedSample
+from verl_rc.runtime.rollout.sampling import GenerationRequest
+from verl_rc.runtime.weight_sync.proof import SyncProofError
+from verl_rc.runtime.weight_sync.sender import WeightSender
+from verl_rc.runtime.workers.lora import add_adapters, engine_weights
 
 CPU = torch.device("cpu")
 PROMPT = GenerationRequest([5, 6, 7, 8], seed=3)

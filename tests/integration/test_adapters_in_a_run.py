@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from real_steps import RealRun, move_weights, open_faulty_run, plant, real_step, with_values
 
-from verl_rc.cluster.watchdog import identity_of
-from verl_rc.driver.step_record import StepRecord
-from verl_rc.weight_sync.proof import SyncProofError
+from verl_rc.runtime.weight_sync.proof import SyncProofError
+from verl_rc.trainer.cluster.watchdog import identity_of
+from verl_rc.trainer.step_record import StepRecord
 
 ADAPTERS = (
     "actor_rollout_ref.model.lora_rank=3",

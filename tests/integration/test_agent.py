@@ -12,11 +12,11 @@ from small_models import log_probs
 from transformers import AutoModelForCausalLM
 
 from verl_rc.config.rollout import EnvironmentConfig, RolloutConfig
-from verl_rc.data.episode import Opening
-from verl_rc.data.parts import Answer, Part, token_ids
-from verl_rc.data.tokenize import encode_prompt, load_tokenizer
-from verl_rc.distributed.child_process import ChildProcess
-from verl_rc.rollout.sampling import ConversationOptions, GenerationRequest, SamplingOptions
+from verl_rc.records.episode import Opening
+from verl_rc.records.parts import Answer, Part, token_ids
+from verl_rc.records.tokenize import encode_prompt, load_tokenizer
+from verl_rc.runtime.distributed.child_process import ChildProcess
+from verl_rc.runtime.rollout.sampling import ConversationOptions, GenerationRequest, SamplingOptions
 
 EPISODES, TURNS = 24, 3
 ASKED = [{"role": "user", "content": "guess None"}]
@@ -28,7 +28,7 @@ def test_tokens_are_those_that_were_sampled_whatever_the_agent_says(
     played = {"turns": TURNS, "faults": {"edited": 1, "n": 2}}
     arguments = {"function": "agents_of_a_user:play", "arguments": played}
     environment = EnvironmentConfig(
-        name="verl_rc.rollout.environments.agent:Agent", arguments=arguments, step_seconds=60
+        name="verl_rc.runtime.rollout.environments.agent:Agent", arguments=arguments, step_seconds=60
     )
     options = ConversationOptions(RolloutConfig(environment=environment), str(task["model"]), False, {})
     tokenizer = load_tokenizer(str(task["model"]), False)

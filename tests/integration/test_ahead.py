@@ -65,8 +65,8 @@ def test_two_steps_a_publication_by_completion_and_without_prompts_that_tell_not
 @pytest.mark.parametrize(
     ("victim", "point"),
     [
-        ("driver", ("verl_rc.driver.stages:update_actor", "2", "0.01")),
-        ("driver", ("verl_rc.driver.supply:join", "3", "before")),
+        ("driver", ("verl_rc.trainer.stages:update_actor", "2", "0.01")),
+        ("driver", ("verl_rc.trainer.supply.supply:join", "3", "before")),
     ],
 )
 def test_a_killed_run_leaves_what_the_undisturbed_one_leaves(
@@ -104,7 +104,7 @@ def test_engines_that_load_weights_when_they_can_leave_what_the_others_leave(
         assert (waiting / "rollouts" / f"{step}.jsonl").read_bytes() == (
             beside / "rollouts" / f"{step}.jsonl"
         ).read_bytes()
-    point = ("verl_rc.driver.weights:Publisher.publish_staged", "2", "0.005")
+    point = ("verl_rc.trainer.weights:Publisher.publish_staged", "2", "0.005")
     result = train([*overrides, *STAGED, STAGE, *of_folder(lost)], "engine", "SIGKILL", *point)
     assert result.returncode == 0, result.stderr[-3000:]
     assert len(set(prompts_in_order(lost, 4))) == 16

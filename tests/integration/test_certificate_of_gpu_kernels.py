@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from verl_rc.distributed.child_process import ChildProcess
-from verl_rc.exact import ENGINE_ARGUMENTS, capture
-from verl_rc.preflight.captured_trainer import ComparedOperation
-from verl_rc.rollout.vllm.options import VllmOptions
-from verl_rc.workers.environment import engine_environment, trainer_environment
+from verl_rc.plan.captured_trainer import ComparedOperation
+from verl_rc.runtime.distributed.child_process import ChildProcess
+from verl_rc.runtime.exact import ENGINE_ARGUMENTS, capture
+from verl_rc.runtime.rollout.vllm.options import VllmOptions
+from verl_rc.runtime.workers.environment import engine_environment, trainer_environment
 
 PROMPTS = [[5, 6, 7], [3, 1, 4] * 12, [*[3, 1, 4] * 11, 5, 9]]
 """Two share a block of 32 tokens."""

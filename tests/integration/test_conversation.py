@@ -8,13 +8,13 @@ import torch
 from conversing import episode
 from real_steps import RealRun
 
-from verl_rc.cluster.remote import wait_for_all
+from verl_rc.algorithm.ppo.choices import log_prob_limit
 from verl_rc.config.rollout import MultiTurnConfig
-from verl_rc.data.batches import unpadded
-from verl_rc.data.rollout_batch import build_rollout_batch
-from verl_rc.driver.step_record import StepRecord
-from verl_rc.ppo.choices import log_prob_limit
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
+from verl_rc.records.batches import unpadded
+from verl_rc.records.rollout_batch import build_rollout_batch
+from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
+from verl_rc.trainer.cluster.remote import wait_for_all
+from verl_rc.trainer.step_record import StepRecord
 
 VERSION = 1000
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from verl_rc.distributed.child_process import ChildProcess
-from verl_rc.weight_sync.manifest import TensorSpec
-from verl_rc.weight_sync.shared_bucket import BucketHandle, device_key, share_bucket
+from verl_rc.runtime.distributed.child_process import ChildProcess
+from verl_rc.runtime.weight_sync.manifest import TensorSpec
+from verl_rc.runtime.weight_sync.shared_bucket import BucketHandle, device_key, share_bucket
 
 NUM_ELEMENTS = 1 << 20
 SPECS = (TensorSpec("w", "bfloat16", (NUM_ELEMENTS,)),)

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import ray
 
-from verl_rc.cluster.environment_hosts import RayHosts
 from verl_rc.config.rollout import EnvironmentConfig
-from verl_rc.data.episode import Episode, Exchange, Reply, Turn
-from verl_rc.rollout.environment import EpisodeFailedError
-from verl_rc.rollout.environment_host import Hosts, NeedsHistory, StepResult, environment_host
+from verl_rc.records.episode import Episode, Exchange, Reply, Turn
+from verl_rc.runtime.rollout.environment import EpisodeFailedError
+from verl_rc.runtime.rollout.environment_host import Hosts, NeedsHistory, StepResult, environment_host
+from verl_rc.trainer.cluster.environment_hosts import RayHosts
 
 WRONG = [Turn(number, "x", (number,), True) for number in range(5)]
 

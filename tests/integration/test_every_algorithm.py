@@ -13,9 +13,9 @@ import pytest
 import torch
 from small_runs import ROOT, run_overrides
 
-from verl_rc.checkpoint import load_full_state_dict
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, LOSS_MODES
 from verl_rc.metrics import check_names
+from verl_rc.runtime.checkpoint import load_full_state_dict
 
 pytestmark = pytest.mark.slow
 

@@ -28,7 +28,8 @@ ENVIRONMENT = "actor_rollout_ref.rollout.environment"
 PENALTY, GROUPS = "reward.reward_kwargs", "algorithm.filter_groups"
 SHOWN_ELSEWHERE = {
     # which reads them at once, as arguments of another library
-    "tests/unit/driver/test_every_key_arrives.py": "ray_kwargs.ray_init.address ray_kwargs.ray_init.num_cpus "
+    "tests/unit/trainer/test_every_key_arrives.py": "ray_kwargs.ray_init.address "
+    "ray_kwargs.ray_init.num_cpus "
     "ray_kwargs.ray_init.num_gpus ray_kwargs.ray_init.object_store_memory ray_kwargs.ray_init.runtime_env "
     "ray_kwargs.ray_init.loopback_only actor_rollout_ref.rollout.gpu_memory_utilization "
     "actor_rollout_ref.rollout.free_cache_engine actor_rollout_ref.rollout.enforce_eager "
@@ -36,41 +37,43 @@ SHOWN_ELSEWHERE = {
     # which nothing reads after the checks
     "tests/unit/config/test_async_checks.py": "async_training.require_batches",
     # an estimator of the user's own
-    "tests/unit/advantage/test_declared_inputs.py": "algorithm.adv_estimator_inputs",
+    "tests/unit/algorithm/advantage/test_declared_inputs.py": "algorithm.adv_estimator_inputs",
     # features that the run has turned off
-    "tests/unit/driver/test_asynchronous_modes.py": "async_training.group_timeout_seconds "
+    "tests/unit/trainer/test_asynchronous_modes.py": "async_training.group_timeout_seconds "
     "async_training.max_off_policy_strategy async_training.partial_rollout async_training.order "
     "async_training.max_off_policy_threshold",
-    "tests/unit/driver/test_setup.py": "async_training.kv_cache_on_update",
-    "tests/unit/data/test_records.py": "data.custom_cls.name",
-    "tests/unit/data/test_dataset.py": "data.truncation",
-    "tests/unit/workers/test_lora.py": "actor_rollout_ref.model.lora_alpha "
+    "tests/unit/trainer/test_setup.py": "async_training.kv_cache_on_update",
+    "tests/unit/records/test_records.py": "data.custom_cls.name",
+    "tests/unit/records/test_dataset.py": "data.truncation",
+    "tests/unit/runtime/workers/test_lora.py": "actor_rollout_ref.model.lora_alpha "
     "actor_rollout_ref.model.target_modules actor_rollout_ref.model.exclude_modules "
     "actor_rollout_ref.model.lora.merge",
-    "tests/unit/ppo/test_objective.py": "actor_rollout_ref.actor.kl_loss_coef "
+    "tests/unit/algorithm/ppo/test_objective.py": "actor_rollout_ref.actor.kl_loss_coef "
     "actor_rollout_ref.actor.kl_loss_type",
     "tests/unit/config/test_distillation.py": "distillation.teacher_models.teacher_model.fsdp_config."
     "param_offload",
-    "tests/unit/preflight/plan/test_options.py": "distillation.distillation_loss.topk "
+    "tests/unit/plan/run_plan/test_options.py": "distillation.distillation_loss.topk "
     "distillation.distillation_loss.log_prob_min_clamp",
-    "tests/unit/driver/test_weights.py": "actor_rollout_ref.rollout.max_engine_replacements",
-    "tests/unit/rollout/test_conversation.py": f"{TURNS}.tools {TURNS}.format {TURNS}.max_assistant_turns "
+    "tests/unit/trainer/test_weights.py": "actor_rollout_ref.rollout.max_engine_replacements",
+    "tests/unit/runtime/rollout/test_conversation.py": f"{TURNS}.tools {TURNS}.format "
+    f"{TURNS}.max_assistant_turns "
     f"{TURNS}.max_user_turns {TURNS}.max_parallel_calls {TURNS}.max_tool_response_length "
     f"{TURNS}.tool_timeout_seconds {TURNS}.tool_response_truncate_side",
-    "tests/unit/rollout/test_environments.py": f"{ENVIRONMENT}.arguments {ENVIRONMENT}.choices "
+    "tests/unit/runtime/rollout/test_environments.py": f"{ENVIRONMENT}.arguments {ENVIRONMENT}.choices "
     f"{ENVIRONMENT}.max_turns {ENVIRONMENT}.step_seconds {ENVIRONMENT}.max_state_megabytes",
-    "tests/unit/driver/test_environment_scores.py": f"{ENVIRONMENT}.reward",
-    "tests/unit/workers/test_reward_model_worker.py": f"{JUDGE}.dtype {JUDGE}.micro_batch_size_per_gpu "
+    "tests/unit/trainer/test_environment_scores.py": f"{ENVIRONMENT}.reward",
+    "tests/unit/runtime/workers/test_reward_model_worker.py": f"{JUDGE}.dtype "
+    f"{JUDGE}.micro_batch_size_per_gpu "
     f"{JUDGE}.max_length {JUDGE}.n_gpus_per_node {JUDGE}.trust_remote_code",
-    "tests/unit/driver/test_scored_groups.py": f"data.train_batch_size {GROUPS}.metric "
+    "tests/unit/trainer/supply/test_scored_groups.py": f"data.train_batch_size {GROUPS}.metric "
     f"{GROUPS}.max_num_gen_batches {PENALTY}.max_resp_len {PENALTY}.overlong_buffer_cfg.len "
     f"{PENALTY}.overlong_buffer_cfg.penalty_factor "
     f"{PENALTY}.overlong_buffer_cfg.log",
-    "tests/unit/driver/test_scoring.py": "reward.on_failure reward.failure_score",
-    "tests/unit/driver/test_guards.py": "trainer.alerts.mismatch trainer.alerts.reward_collapse "
+    "tests/unit/trainer/test_scoring.py": "reward.on_failure reward.failure_score",
+    "tests/unit/trainer/test_guards.py": "trainer.alerts.mismatch trainer.alerts.reward_collapse "
     "trainer.alerts.cause trainer.alerts.gap",
     # W&B, which the run does without
-    "tests/unit/driver/test_report_at_end.py": "trainer.wandb_text",
+    "tests/unit/trainer/test_report_at_end.py": "trainer.wandb_text",
     "tests/unit/metrics/sinks/test_wandb_sink.py": "trainer.project_name trainer.experiment_name",
     # only a GPU has memory to spare
     "tests/integration/test_on_gpu.py": "actor_rollout_ref.actor.fsdp_config.param_offload "
@@ -102,12 +105,12 @@ def test_every_key_is_read_where_it_acts(readers: dict[str, set[str]]) -> None:
 @pytest.mark.parametrize(
     ("key", "reader"),
     [
-        ("critic.optim.lr", "verl_rc.workers.sharded_model"),
-        ("actor_rollout_ref.ref.fsdp_config.dtype", "verl_rc.workers.sharded_model"),
+        ("critic.optim.lr", "verl_rc.runtime.workers.sharded_model"),
+        ("actor_rollout_ref.ref.fsdp_config.dtype", "verl_rc.runtime.workers.sharded_model"),
         ("algorithm.rollout_correction.rollout_rs", "verl_rc.correction.correct"),
-        ("reward.custom_reward_function.path", "verl_rc.rewards.dispatch"),
-        ("actor_rollout_ref.rollout.temperature", "verl_rc.rollout.sampling"),
-        ("trainer.test_freq", "verl_rc.driver.train"),
+        ("reward.custom_reward_function.path", "verl_rc.algorithm.rewards.dispatch"),
+        ("actor_rollout_ref.rollout.temperature", "verl_rc.runtime.rollout.sampling"),
+        ("trainer.test_freq", "verl_rc.trainer.train"),
     ],
 )
 def test_reads_of_every_kind_of_process_are_seen(readers: dict[str, set[str]], key: str, reader: str) -> None:

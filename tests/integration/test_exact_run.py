@@ -11,12 +11,12 @@ from real_runs import of_folder, train
 from small_runs import run_overrides
 
 from verl_rc.config.run import RunConfig
-from verl_rc.data.batches import TokenBatch
-from verl_rc.data.token_record import FOLDER
-from verl_rc.exact import EXACT_ENVIRONMENT
 from verl_rc.insight.replay.rows import read_rows
 from verl_rc.insight.replay.trainer import TrainerReplay
 from verl_rc.insight.replay.weights import KeptWeights, config_of
+from verl_rc.records.batches import TokenBatch
+from verl_rc.records.token_records.token_record import FOLDER
+from verl_rc.runtime.exact import EXACT_ENVIRONMENT
 
 EXACT = [
     "actor_rollout_ref.exact=True",

@@ -10,10 +10,10 @@ from small_models import log_probs, small_experts
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 
-from verl_rc.data.parts import token_ids
-from verl_rc.distributed.child_process import ChildProcess
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.weight_sync.sender import every_name
+from verl_rc.records.parts import token_ids
+from verl_rc.runtime.distributed.child_process import ChildProcess
+from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.runtime.weight_sync.sender import every_name
 
 ROUNDING = 1e-4
 """In nats: both sides compute in float32."""

@@ -14,8 +14,8 @@ from small_runs import ROOT
 from transformers import AutoModelForCausalLM
 
 from verl_rc.cli import main
-from verl_rc.distributed.child_process import ChildProcess
-from verl_rc.workers.environment import engine_environment
+from verl_rc.runtime.distributed.child_process import ChildProcess
+from verl_rc.runtime.workers.environment import engine_environment
 
 PROMPT = "4071835926="
 NUM_TOKENS = 12

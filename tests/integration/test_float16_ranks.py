@@ -11,11 +11,11 @@ from two_processes import free_port, run_two_ranks
 
 def run_rank(rank: int, model: Path, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    from verl_rc.distributed.process_group import RankAddress
-    from verl_rc.ppo.mini_batches import MiniBatchShare
-    from verl_rc.workers import float16
-    from verl_rc.workers.micro_batches import ObjectiveTotals
-    from verl_rc.workers.policy_worker import PolicyWorker
+    from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
+    from verl_rc.runtime.distributed.process_group import RankAddress
+    from verl_rc.runtime.workers import float16
+    from verl_rc.runtime.workers.micro_batches import ObjectiveTotals
+    from verl_rc.runtime.workers.policy_worker import PolicyWorker
 
     float16.float16_product_seconds = lambda: (1e-3, 1e-3)
     config = small_run_config(

@@ -11,15 +11,15 @@ from small_models import small_run_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from verl_rc.data.batches import TokenBatch
-from verl_rc.data.parts import token_ids
-from verl_rc.distributed.child_process import ChildProcess
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.vllm.options import engine_options
-from verl_rc.weight_sync.sender import every_name
-from verl_rc.workers.environment import engine_environment
-from verl_rc.workers.forward import ForwardOptions, score_tokens
-from verl_rc.workers.language_model import load_causal_lm
+from verl_rc.records.batches import TokenBatch
+from verl_rc.records.parts import token_ids
+from verl_rc.runtime.distributed.child_process import ChildProcess
+from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.runtime.rollout.vllm.options import engine_options
+from verl_rc.runtime.weight_sync.sender import every_name
+from verl_rc.runtime.workers.environment import engine_environment
+from verl_rc.runtime.workers.forward import ForwardOptions, score_tokens
+from verl_rc.runtime.workers.language_model import load_causal_lm
 
 PROMPTS = [[3 + (7 * row + 5 * place) % 250 for place in range(12)] for row in range(16)]
 RESPONSE = 24

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from verl_rc.distributed.child_process import ChildProcess
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.vllm.options import VllmOptions
-from verl_rc.workers.environment import engine_environment
+from verl_rc.runtime.distributed.child_process import ChildProcess
+from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.runtime.rollout.vllm.options import VllmOptions
+from verl_rc.runtime.workers.environment import engine_environment
 
 ARGUMENTS = {
     "quantization": "fp8_per_channel",

@@ -16,11 +16,11 @@ from small_models import make_train_batch, small_run_config, write_small_model
 from small_runs import ROOT
 from two_processes import free_port, run_two_ranks
 
-from verl_rc.distributed.process_group import RankAddress
-from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.preflight.memory import ModelShape, estimate_roles
-from verl_rc.workers.micro_batches import ObjectiveTotals
-from verl_rc.workers.policy_worker import PolicyWorker
+from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
+from verl_rc.plan.memory import ModelShape, estimate_roles
+from verl_rc.runtime.distributed.process_group import RankAddress
+from verl_rc.runtime.workers.micro_batches import ObjectiveTotals
+from verl_rc.runtime.workers.policy_worker import PolicyWorker
 
 LENGTHS = [7, 2, 5, 3, 1, 6]
 ACTOR = "actor_rollout_ref.actor"

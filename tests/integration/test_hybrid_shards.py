@@ -35,11 +35,11 @@ def updated(
     """Numbers of one rank after an update of two micro-batches, some of them empty, from the checkpoint
     ``loaded``; it is ``saved``."""
     options, groups_of = (*options, f"{SIZE}={size}"), RANKS if size == -1 else size
+    from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
     from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-    from verl_rc.distributed.process_group import RankAddress
-    from verl_rc.ppo.mini_batches import MiniBatchShare
-    from verl_rc.workers.policy_worker import PolicyWorker
-    from verl_rc.workers.updates import UpdateRequest
+    from verl_rc.runtime.distributed.process_group import RankAddress
+    from verl_rc.runtime.workers.policy_worker import PolicyWorker
+    from verl_rc.runtime.workers.updates import UpdateRequest
 
     config = small_run_config(
         model, "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.optim.lr=0.01", *options

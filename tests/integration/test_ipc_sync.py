@@ -18,14 +18,14 @@ from small_engines import BUCKET_BYTES, publish, sender_of
 from transformers import AutoModelForCausalLM
 from two_processes import free_port
 
-from verl_rc.data.parts import Part, Sample, num_tokens, token_ids
-from verl_rc.distributed.child_process import ChildProcess
-from verl_rc.rollout.engine import QueuedSample
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.weight_sync.proof import check_receipts
-from verl_rc.weight_sync.sender import WeightSender
-from verl_rc.weight_sync.shared_bucket import choose_offering_ranks
-from verl_rc.weight_sync.transfer_group import TransferAddress
+from verl_rc.records.parts import Part, Sample, num_tokens, token_ids
+from verl_rc.runtime.distributed.child_process import ChildProcess
+from verl_rc.runtime.rollout.engine import QueuedSample
+from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.runtime.weight_sync.proof import check_receipts
+from verl_rc.runtime.weight_sync.sender import WeightSender
+from verl_rc.runtime.weight_sync.shared_bucket import choose_offering_ranks
+from verl_rc.runtime.weight_sync.transfer_group import TransferAddress
 
 # Longer than one block of 32 tokens, so that a second request finds a cached prefix.
 PROMPT = [5 + index % 7 for index in range(40)]

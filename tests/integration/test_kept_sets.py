@@ -7,12 +7,12 @@ import pytest
 import torch
 from small_engines import publish, sender_of
 
-from verl_rc.data.batches import RolloutBatch
-from verl_rc.data.rollout_batch import build_rollout_batch
-from verl_rc.distributed.child_process import ChildProcess
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.workers.forward import ForwardOptions, score_tokens
-from verl_rc.workers.language_model import load_causal_lm
+from verl_rc.records.batches import RolloutBatch
+from verl_rc.records.rollout_batch import build_rollout_batch
+from verl_rc.runtime.distributed.child_process import ChildProcess
+from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.runtime.workers.forward import ForwardOptions, score_tokens
+from verl_rc.runtime.workers.language_model import load_causal_lm
 
 PROMPTS = [[3 + (7 * row + 5 * place) % 250 for place in range(12)] for row in range(16)]
 TEMPERATURE = 0.03  # of an untrained model, whose tokens are nearly equally likely

@@ -14,10 +14,10 @@ import pytest
 import ray
 from listening_sockets import family, listening
 
-from verl_rc.cluster.ray_session import ask_ray
-from verl_rc.cluster.remote import RemoteProcess, wait_for_all
-from verl_rc.distributed.network import listen
-from verl_rc.distributed.process_group import open_store
+from verl_rc.runtime.distributed.network import listen
+from verl_rc.runtime.distributed.process_group import open_store
+from verl_rc.trainer.cluster.ray_session import ask_ray
+from verl_rc.trainer.cluster.remote import RemoteProcess, wait_for_all
 
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 """127.0.0.1, the same as an IPv6 address, and ::1, as the kernel writes them."""

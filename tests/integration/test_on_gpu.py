@@ -11,17 +11,17 @@ from bypass_cases import CASES, case_batch, case_config, case_id, with_verl_name
 from small_models import make_train_batch, small_run_config, write_small_model
 from two_processes import free_port
 
+from verl_rc.algorithm.losses import compute_policy_loss
+from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
+from verl_rc.algorithm.ppo.objective import corrected_current
 from verl_rc.correction import compute_rollout_correction
-from verl_rc.data.batches import CriticBatch
-from verl_rc.distributed.process_group import RankAddress
-from verl_rc.losses import compute_policy_loss
-from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.ppo.objective import corrected_current
-from verl_rc.workers import attention
-from verl_rc.workers.attention import PackedLayout
-from verl_rc.workers.critic_worker import CriticWorker
-from verl_rc.workers.micro_batches import ObjectiveTotals
-from verl_rc.workers.policy_worker import PolicyWorker
+from verl_rc.records.batches import CriticBatch
+from verl_rc.runtime.distributed.process_group import RankAddress
+from verl_rc.runtime.workers import attention
+from verl_rc.runtime.workers.attention import PackedLayout
+from verl_rc.runtime.workers.critic_worker import CriticWorker
+from verl_rc.runtime.workers.micro_batches import ObjectiveTotals
+from verl_rc.runtime.workers.policy_worker import PolicyWorker
 
 pytestmark = pytest.mark.gpu
 

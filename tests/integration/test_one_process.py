@@ -9,15 +9,15 @@ from small_checkpoints import whole
 from small_models import make_train_batch, small_run_config, write_small_model
 from two_processes import free_port, run_ranks
 
-from verl_rc.checkpoint import load_full_state_dict
+from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.data.batches import CriticBatch
-from verl_rc.distributed.process_group import RankAddress, leave_trainer_group
-from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.workers.critic_worker import CriticWorker
-from verl_rc.workers.policy_worker import PolicyWorker, ReferenceWorker
-from verl_rc.workers.trainer_rank import TrainerRank
-from verl_rc.workers.updates import UpdateRequest
+from verl_rc.records.batches import CriticBatch
+from verl_rc.runtime.checkpoint import load_full_state_dict
+from verl_rc.runtime.distributed.process_group import RankAddress, leave_trainer_group
+from verl_rc.runtime.workers.critic_worker import CriticWorker
+from verl_rc.runtime.workers.policy_worker import PolicyWorker, ReferenceWorker
+from verl_rc.runtime.workers.trainer_rank import TrainerRank
+from verl_rc.runtime.workers.updates import UpdateRequest
 
 KINDS = {"actor": PolicyWorker, "critic": CriticWorker, "reference": ReferenceWorker}
 CASES = (("actor",), ("critic",), tuple(KINDS))

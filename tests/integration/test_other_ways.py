@@ -120,7 +120,7 @@ def test_validation_with_two_samples_and_tensorboard(
 
 
 def test_the_checkpoint_of_a_lora_run_holds_the_adapters_alone(interrupted_run: Path) -> None:
-    from verl_rc.checkpoint import load_full_state_dict
+    from verl_rc.runtime.checkpoint import load_full_state_dict
 
     names = load_full_state_dict(interrupted_run / "global_step_2" / "actor").keys()
     assert names

@@ -57,8 +57,8 @@ def test_responses_have_several_versions_and_canaries_prove_each(whole_partial: 
     ("point", "saved"),
     [
         # The actor learns from step 2 on. The checkpoint of step 2 holds parts of version 1.
-        (("verl_rc.driver.stages:update_actor", "2", "before"), 2),
-        (("verl_rc.cluster.engine_group:EngineGroup.collect_parts", "2", "before"), 1),
+        (("verl_rc.trainer.stages:update_actor", "2", "before"), 2),
+        (("verl_rc.trainer.cluster.engine_group:EngineGroup.collect_parts", "2", "before"), 1),
     ],
 )
 def test_a_killed_run_leaves_what_the_undisturbed_one_leaves(
@@ -78,7 +78,7 @@ def test_a_killed_run_leaves_what_the_undisturbed_one_leaves(
 def test_an_engine_that_is_killed_loses_no_sample(overrides: list[str], tmp_path: Path) -> None:
     """T7, T8: its responses go on from what the last update brought; every version is one that was
     published."""
-    point = ("verl_rc.cluster.engine_group:EngineGroup.collect_parts", "2", "before")
+    point = ("verl_rc.trainer.cluster.engine_group:EngineGroup.collect_parts", "2", "before")
     result = train([*overrides, *PARTIAL, *of_folder(tmp_path)], "engine", "SIGKILL", *point)
     assert result.returncode == 0, result.stderr[-3000:]
     metrics = metrics_of(tmp_path)

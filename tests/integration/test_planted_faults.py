@@ -21,16 +21,16 @@ from real_steps import (
 )
 from torch import Tensor
 
+from verl_rc.algorithm.health.guards import NonFiniteGradientsError, RewardHistory
+from verl_rc.algorithm.supply.ledger import LedgerError
 from verl_rc.correction import NonFiniteLogProbError
-from verl_rc.data.batches import TrainBatch
-from verl_rc.data.fingerprints import TokensChangedError
-from verl_rc.distributed.child_process import RemoteError
-from verl_rc.driver import train
-from verl_rc.driver.step_record import StepRecord
-from verl_rc.driver.stop import StoppedByAlertError, StopRequest
-from verl_rc.health.guards import NonFiniteGradientsError, RewardHistory
-from verl_rc.ppo.ledger import LedgerError
-from verl_rc.weight_sync.proof import SyncProofError
+from verl_rc.records.batches import TrainBatch
+from verl_rc.records.fingerprints import TokensChangedError
+from verl_rc.runtime.distributed.child_process import RemoteError
+from verl_rc.runtime.weight_sync.proof import SyncProofError
+from verl_rc.trainer import train
+from verl_rc.trainer.step_record import StepRecord
+from verl_rc.trainer.stop import StoppedByAlertError, StopRequest
 
 LEARNING_RATE = 0.02
 NO_CANARY = {"actor_rollout_ref.rollout.sync_proof.canary_freq": 0, "trainer.test_freq": -1}

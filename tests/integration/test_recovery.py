@@ -10,12 +10,12 @@ import pytest
 from made_samples import of_parts
 from real_steps import RealRun
 
-from verl_rc.cluster.remote import Pending, RemoteProcess
-from verl_rc.cluster.watchdog import identity_of
-from verl_rc.distributed.child_process import RemoteError
-from verl_rc.driver.step_record import StepRecord
-from verl_rc.driver.weights import Publisher
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.runtime.distributed.child_process import RemoteError
+from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.trainer.cluster.remote import Pending, RemoteProcess
+from verl_rc.trainer.cluster.watchdog import identity_of
+from verl_rc.trainer.step_record import StepRecord
+from verl_rc.trainer.weights import Publisher
 
 
 def engine_pid(run: RealRun) -> int:

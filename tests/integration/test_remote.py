@@ -3,8 +3,8 @@
 import pytest
 from small_processes import start_small_processes
 
-from verl_rc.cluster.remote import RemoteProcess, wait_for_all
-from verl_rc.distributed.child_process import RemoteError
+from verl_rc.runtime.distributed.child_process import RemoteError
+from verl_rc.trainer.cluster.remote import RemoteProcess, wait_for_all
 
 
 @pytest.mark.usefixtures("ray_here")

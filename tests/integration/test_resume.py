@@ -10,11 +10,11 @@ import pytest
 import torch
 from real_runs import left_over_processes, of_folder, train
 
-from verl_rc.checkpoint import load_full_state_dict
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
-from verl_rc.driver import checkpoints
-from verl_rc.driver.setup import open_run
+from verl_rc.runtime.checkpoint import load_full_state_dict
+from verl_rc.trainer import checkpoints
+from verl_rc.trainer.setup import open_run
 
 NOT_OF_THE_TRAINING = ("timing_", "perf/", "sync/canary")
 
@@ -65,7 +65,7 @@ def test_a_terminated_run_finishes_its_step_and_goes_on(
     overrides: list[str], whole_run: Path, tmp_path: Path
 ) -> None:
     again = [*overrides, *of_folder(tmp_path / "again"), WAITING, "trainer.save_freq=100"]
-    terminated = train(again, "driver", "SIGTERM", "verl_rc.driver.stages:update_critic", "2", "before")
+    terminated = train(again, "driver", "SIGTERM", "verl_rc.trainer.stages:update_critic", "2", "before")
     assert terminated.returncode == 143, terminated.stderr[-3000:]
     assert "SIGTERM: finishing the step" in terminated.stdout
     assert "Traceback" not in terminated.stderr

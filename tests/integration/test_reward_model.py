@@ -8,9 +8,9 @@ import pytest
 from small_reward_models import conversation, write_reward_model
 
 from verl_rc.config.task import RewardConfig
-from verl_rc.data.dataset import PromptRow
-from verl_rc.driver.scoring import open_scorer
-from verl_rc.workers.reward_model_worker import RewardModelWorker
+from verl_rc.records.dataset import PromptRow
+from verl_rc.runtime.workers.reward_model_worker import RewardModelWorker
+from verl_rc.trainer.scoring import open_scorer
 
 OWN = """
 import os

@@ -11,14 +11,14 @@ from small_engines import start_small_engine
 from small_models import small_experts
 from transformers import Qwen3MoeForCausalLM
 
-from verl_rc.data.batches import RolloutBatch, TokenScores
-from verl_rc.data.parts import Sample
-from verl_rc.data.rollout_batch import build_rollout_batch
-from verl_rc.distributed.child_process import ChildProcess
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.workers.forward import ForwardOptions, score_tokens
-from verl_rc.workers.language_model import load_causal_lm
-from verl_rc.workers.router_replay import RouterReplay
+from verl_rc.records.batches import RolloutBatch, TokenScores
+from verl_rc.records.parts import Sample
+from verl_rc.records.rollout_batch import build_rollout_batch
+from verl_rc.runtime.distributed.child_process import ChildProcess
+from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.runtime.workers.forward import ForwardOptions, score_tokens
+from verl_rc.runtime.workers.language_model import load_causal_lm
+from verl_rc.runtime.workers.router_replay import RouterReplay
 
 ROUNDING = 1e-4
 """In nats: both sides compute in float32."""

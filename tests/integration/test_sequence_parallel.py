@@ -12,17 +12,17 @@ from small_checkpoints import whole
 from small_models import add_kept_sets, make_train_batch, small_run_config, write_small_model
 from two_processes import free_port, run_ranks
 
+from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
 from verl_rc.config.distillation import DistillationLossConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.data.batches import CriticBatch, TrainBatch
-from verl_rc.distributed.process_group import RankAddress, leave_trainer_group
 from verl_rc.metrics import reduce_metrics
-from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.workers.actor_correction import ActorCorrection
-from verl_rc.workers.critic_worker import CriticWorker
-from verl_rc.workers.micro_batches import ObjectiveTotals
-from verl_rc.workers.policy_worker import PolicyWorker, ReferenceWorker
-from verl_rc.workers.updates import UpdateRequest
+from verl_rc.records.batches import CriticBatch, TrainBatch
+from verl_rc.runtime.distributed.process_group import RankAddress, leave_trainer_group
+from verl_rc.runtime.workers.actor_correction import ActorCorrection
+from verl_rc.runtime.workers.critic_worker import CriticWorker
+from verl_rc.runtime.workers.micro_batches import ObjectiveTotals
+from verl_rc.runtime.workers.policy_worker import PolicyWorker, ReferenceWorker
+from verl_rc.runtime.workers.updates import UpdateRequest
 
 LENGTHS = [7, 2, 5, 0, 1, 6, 7, 3]
 """Of responses; prompts have 1 to 6 tokens. Micro-batches have 20, 4, 6 and 25: one rank makes all

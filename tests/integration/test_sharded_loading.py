@@ -23,12 +23,17 @@ from transformers import (
 from two_processes import free_port, run_two_ranks
 
 from verl_rc.config.models import ModelConfig
-from verl_rc.distributed.fsdp import shard_model, transformer_layers
-from verl_rc.distributed.process_group import DeviceMesh, RankAddress, join_trainer_group, leave_trainer_group
-from verl_rc.weight_sync.sender import every_name
-from verl_rc.workers.forward import ForwardOptions, score_tokens, score_values
-from verl_rc.workers.language_model import load_causal_lm, load_value_model
-from verl_rc.workers.lora import MergedWeights, add_adapters
+from verl_rc.runtime.distributed.fsdp import shard_model, transformer_layers
+from verl_rc.runtime.distributed.process_group import (
+    DeviceMesh,
+    RankAddress,
+    join_trainer_group,
+    leave_trainer_group,
+)
+from verl_rc.runtime.weight_sync.sender import every_name
+from verl_rc.runtime.workers.forward import ForwardOptions, score_tokens, score_values
+from verl_rc.runtime.workers.language_model import load_causal_lm, load_value_model
+from verl_rc.runtime.workers.lora import MergedWeights, add_adapters
 
 Found = dict[str, Any]
 MIB = 1 << 20

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 from two_processes import SERVER, free_port
 
-from verl_rc.checkpoint import (
+from verl_rc.config.models import OptimConfig
+from verl_rc.runtime.checkpoint import (
     BackgroundWriter,
     CheckpointError,
     collect_shards,
@@ -23,11 +24,10 @@ from verl_rc.checkpoint import (
     shards_problem,
     write_shards,
 )
-from verl_rc.checkpoint import shards as shards_module
-from verl_rc.config.models import OptimConfig
-from verl_rc.distributed.fsdp import gather_full_tensor, shard_model
-from verl_rc.distributed.process_group import RankAddress, join_trainer_group, leave_trainer_group
-from verl_rc.workers.sharded_model import build_optimizer, build_scheduler
+from verl_rc.runtime.checkpoint import shards as shards_module
+from verl_rc.runtime.distributed.fsdp import gather_full_tensor, shard_model
+from verl_rc.runtime.distributed.process_group import RankAddress, join_trainer_group, leave_trainer_group
+from verl_rc.runtime.workers.sharded_model import build_optimizer, build_scheduler
 
 VOCABULARY, WIDTH = 11, 5
 """Odd sizes: no tensor splits evenly over two ranks."""

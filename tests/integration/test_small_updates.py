@@ -13,11 +13,11 @@ from small_models import log_probs
 from transformers import AutoModelForCausalLM
 
 from verl_rc.config.models import ModelConfig
-from verl_rc.data.parts import Sample, token_ids
-from verl_rc.distributed.child_process import ChildProcess
-from verl_rc.rollout.sampling import GenerationRequest
-from verl_rc.weight_sync.sender import WeightSender
-from verl_rc.workers.lora import add_adapters, engine_weights
+from verl_rc.records.parts import Sample, token_ids
+from verl_rc.runtime.distributed.child_process import ChildProcess
+from verl_rc.runtime.rollout.sampling import GenerationRequest
+from verl_rc.runtime.weight_sync.sender import WeightSender
+from verl_rc.runtime.workers.lora import add_adapters, engine_weights
 
 CONFIG = ModelConfig.model_validate({"path": "m", "lora_rank": 1, "lora_alpha": 2, "lora": {"merge": False}})
 SIZE, LARGEST, SMALL = 0.125, 0.25, 0.0038

@@ -61,14 +61,14 @@ Gradients = dict[tuple[str, str], torch.Tensor]
 def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gradients:
     """Whole gradients under every correction and aggregation mode, and what an update changes, as one of the
     ranks knows them."""
+    from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
     from verl_rc.config.models import PolicyLossConfig
     from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-    from verl_rc.distributed.process_group import RankAddress
-    from verl_rc.ppo.mini_batches import MiniBatchShare
-    from verl_rc.workers.actor_correction import ActorCorrection
-    from verl_rc.workers.micro_batches import ObjectiveTotals
-    from verl_rc.workers.policy_worker import PolicyWorker
-    from verl_rc.workers.updates import UpdateRequest
+    from verl_rc.runtime.distributed.process_group import RankAddress
+    from verl_rc.runtime.workers.actor_correction import ActorCorrection
+    from verl_rc.runtime.workers.micro_batches import ObjectiveTotals
+    from verl_rc.runtime.workers.policy_worker import PolicyWorker
+    from verl_rc.runtime.workers.updates import UpdateRequest
 
     torch.set_num_threads(1)
     config = small_run_config(

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from weight_borrowers import copied_tensors, expected_parts
 
-from verl_rc.distributed.child_process import ChildProcess
-from verl_rc.weight_sync.manifest import tensor_digest
-from verl_rc.weight_sync.shared_bucket import BucketHandle
+from verl_rc.runtime.distributed.child_process import ChildProcess
+from verl_rc.runtime.weight_sync.manifest import tensor_digest
+from verl_rc.runtime.weight_sync.shared_bucket import BucketHandle
 
 
 def test_two_ranks_gather_and_one_of_them_lends(tmp_path: Path) -> None:

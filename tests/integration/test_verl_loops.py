@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from verl_rc.config.rollout import EnvironmentConfig, RolloutConfig
 from verl_rc.config.verl.environments import ADAPTER
-from verl_rc.data.episode import Episode, Opening
-from verl_rc.data.parts import Answer, Part, token_ids
-from verl_rc.data.tokenize import encode_prompt
-from verl_rc.rollout.sampling import ConversationOptions, GenerationRequest, SamplingOptions
+from verl_rc.records.episode import Episode, Opening
+from verl_rc.records.parts import Answer, Part, token_ids
+from verl_rc.records.tokenize import encode_prompt
+from verl_rc.runtime.rollout.sampling import ConversationOptions, GenerationRequest, SamplingOptions
 
 EPISODES, TURNS = 24, 5
 PROMPT = [{"role": "user", "content": "2 + 2"}]

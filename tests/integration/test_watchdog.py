@@ -8,10 +8,10 @@ import pytest
 from small_processes import start_small_processes
 from two_processes import free_port
 
-from verl_rc.cluster import watchdog
-from verl_rc.cluster.remote import RemoteProcess, wait_for_all
-from verl_rc.cluster.watchdog import WATCHDOG, identity_of
-from verl_rc.distributed.child_process import HangError
+from verl_rc.runtime.distributed.child_process import HangError
+from verl_rc.trainer.cluster import watchdog
+from verl_rc.trainer.cluster.remote import RemoteProcess, wait_for_all
+from verl_rc.trainer.cluster.watchdog import WATCHDOG, identity_of
 
 PATIENCE_SECONDS = 120.0
 """Bounds waits that end by themselves, on however busy a machine."""

@@ -18,7 +18,7 @@ NO_READERS = (
     "verl_rc.config.checks",
     "verl_rc.config.paths",
     "verl_rc.insight",
-    "verl_rc.preflight",
+    "verl_rc.plan",
     "verl_rc.cli",
     "verl_rc.main_ppo",
 )

@@ -9,14 +9,14 @@ from typing import get_args
 
 import pytest
 
+from verl_rc.algorithm.rewards import dispatch, scorers, words
 from verl_rc.config.rejection_rules import _NUMBER as NUMBER_OF_A_RULE
 from verl_rc.config.rollout import MultiTurnConfig
-from verl_rc.data.episode import Turn
 from verl_rc.insight.run_folder import foreign
-from verl_rc.rewards import dispatch, scorers, words
-from verl_rc.rollout.environments.chat import assistant_message
-from verl_rc.rollout.tool_environment import _bodies, choose_parser, truncate_text
-from verl_rc.rollout.tools import CALCULATOR, ToolError, evaluate_expression
+from verl_rc.records.episode import Turn
+from verl_rc.runtime.rollout.environments.chat import assistant_message
+from verl_rc.runtime.rollout.tool_environment import _bodies, choose_parser, truncate_text
+from verl_rc.runtime.rollout.tools import CALCULATOR, ToolError, evaluate_expression
 
 SIZES = (10_000, 100_000, 1_000_000)
 SMALLER_SIZES = (1_000, 10_000, 100_000)

@@ -48,7 +48,7 @@ def _diagnose(options: Options) -> None:
 
 def _export(options: Options) -> None:
     quieten_libraries()
-    from verl_rc.workers.export import export_checkpoint
+    from verl_rc.runtime.workers.export import export_checkpoint
 
     line = export_checkpoint(
         options.checkpoint,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def _exact(options: Options) -> int:
     quieten_libraries()
-    from verl_rc.preflight.certificate import certify
+    from verl_rc.plan.certificate import certify
 
     certificate = certify(options.model, options.dtype, options.prompts, exact=not options.ordinary)
     write_lines(certificate.lines())
@@ -32,8 +32,8 @@ def _exact(options: Options) -> int:
 
 def _explain(options: Options) -> None:
     config = load_configuration(options.overrides)
-    from verl_rc.ppo.step_time import MeasuredStep
-    from verl_rc.preflight.explain import plan_text
+    from verl_rc.algorithm.supply.step_time import MeasuredStep
+    from verl_rc.plan.explain import plan_text
 
     seconds = options.sampling_seconds, options.training_seconds
     if seconds.count(None) == 1:
@@ -54,7 +54,7 @@ def _conversations(config: "RunConfig") -> list[str]:
     if not Path(path).expanduser().is_dir():
         return ["", "Chat template", f"  not tried: {path} is no folder here; verl-rc doctor tries it"]
     quieten_libraries()
-    from verl_rc.rollout.chat_template import check_chat_template
+    from verl_rc.runtime.rollout.chat_template import check_chat_template
 
     try:
         notes = check_chat_template(config)
@@ -68,8 +68,8 @@ def _doctor(options: Options) -> int:
     quieten_libraries()
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     config = load_configuration(options.overrides)
-    from verl_rc.preflight.doctor import examine
-    from verl_rc.preflight.finding import verdict
+    from verl_rc.plan.doctor import examine
+    from verl_rc.plan.finding import verdict
 
     failures = 0
     for finding in examine(config):

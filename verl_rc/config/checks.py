@@ -10,18 +10,8 @@ from verl_rc.config.device_checks import check_device
 from verl_rc.config.distillation_checks import check_distillation
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.exact_checks import check_exact_mode
-from verl_rc.config.models import (
-    ENGINE_ADAPTER_RANKS,
-    FrozenPolicyConfig,
-    LearnerFsdpConfig,
-    torch_name,
-)
-from verl_rc.config.rollout import (
-    OWNED_ENGINE_ARGUMENTS,
-    EnvironmentConfig,
-    MultiTurnConfig,
-    RolloutConfig,
-)
+from verl_rc.config.models import ENGINE_ADAPTER_RANKS, FrozenPolicyConfig, LearnerFsdpConfig, torch_name
+from verl_rc.config.rollout import OWNED_ENGINE_ARGUMENTS, EnvironmentConfig, MultiTurnConfig, RolloutConfig
 from verl_rc.config.run import FSDP_SECTIONS, RunConfig
 
 

@@ -182,7 +182,7 @@ class MultiTurnConfig(StrictModel):
     """Let the policy call tools. Sampled and tool tokens together are at most ``data.max_response_length``.
     """
     tools: list[str] = []
-    """Names: ``calculator``, or ``module:attribute`` of a ``verl_rc.rollout.tools.Tool`` of your own."""
+    """Names: ``calculator``, or ``module:attribute`` of a ``Tool`` of your own (docs/tasks.md)."""
     format: Literal["hermes", "tag"] = "hermes"
     """How a call is written: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen), or
     ``<tool>text</tool>`` for one tool with one argument."""
@@ -206,7 +206,7 @@ class NamedEnvironmentConfig(StrictModel):
     """``rollout.environment.choices.NAME.*``."""
 
     name: str
-    """``module:Class`` of a ``verl_rc.rollout.environment.Environment``."""
+    """``module:Class`` of a ``verl_rc.runtime.rollout.environment.Environment``."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the class."""
 
@@ -215,8 +215,8 @@ class EnvironmentConfig(StrictModel):
     """``rollout.environment.*``: a program that answers the policy's turns and rewards them."""
 
     name: str | None = None
-    """``module:Class`` of a ``verl_rc.rollout.environment.Environment``, whose episodes are the samples;
-    null: none. Sampled tokens and those of replies together are at most ``data.max_response_length``."""
+    """``module:Class`` of an ``Environment`` (docs/tasks.md), whose episodes are the samples; null: none.
+    Sampled tokens and those of replies together are at most ``data.max_response_length``."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the class."""
     choices: dict[str, NamedEnvironmentConfig] = {}

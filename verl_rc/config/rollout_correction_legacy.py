@@ -9,12 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from verl_rc.config.errors import nearest_key, shortened
-from verl_rc.config.rejection_rules import (
-    Threshold,
-    parse_rules,
-    parse_threshold,
-    threshold_specs,
-)
+from verl_rc.config.rejection_rules import Threshold, parse_rules, parse_threshold, threshold_specs
 
 Era = Literal["A", "B1", "B2", "B3", "C", "D"]
 BoundConvention = Literal["documented", "inverse"]

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from verl_rc.health.statement import Statement
+from verl_rc.algorithm.health.statement import Statement
 from verl_rc.insight.run_folder import ReplayedRecord, RunData, read_run
 from verl_rc.insight.run_folder.records import LARGEST_STEP
 from verl_rc.insight.verdict import judge

@@ -21,7 +21,7 @@ import torch
 from interleaved import interleaved_seconds
 from torch import Tensor
 
-from verl_rc.advantage import compute_advantages
+from verl_rc.algorithm.advantage import compute_advantages
 
 GAMMA, LAM, GROUP_SIZE = 0.99, 0.95, 8
 Estimate = Callable[[], tuple[Tensor, Tensor]]

@@ -7,7 +7,7 @@ from verl_rc.config.async_checks import check_async_training
 from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.config.load import load_config, load_run_config
 from verl_rc.config.run import RunConfig
-from verl_rc.preflight.explain import plan_text
+from verl_rc.plan.explain import plan_text
 
 S, ROLLOUT = "async_training", "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
@@ -271,7 +271,7 @@ ACTS: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("key", AsyncTrainingConfig.model_fields)
 def test_every_key_changes_the_plan_or_is_refused(key: str) -> None:
     """T20: no dead keys. That the driver does what the plan says is shown in
-    tests/unit/driver/test_asynchronous_modes.py."""
+    tests/unit/trainer/test_asynchronous_modes.py."""
     base, value = ACTS[key]
     with_key = [one for one in base.split() if not one.startswith(f"{S}.{key}=")]
     plans = []

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from small_models import small_run_config
 
+from verl_rc.algorithm.ppo.choices import log_prob_limit
 from verl_rc.config.run import FSDP_SECTIONS, RunConfig
-from verl_rc.ppo.choices import log_prob_limit
 
 TEACHER, LOSS = "distillation.teacher_models.teacher_model", "distillation.distillation_loss"
 

@@ -14,14 +14,14 @@ from small_models import small_run_config
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from verl_rc.algorithm.losses import Aggregation
+from verl_rc.algorithm.ppo.objective import policy_objective
 from verl_rc.config.rollout_correction import WEIGHT_LEVELS, RolloutCorrectionConfig
 from verl_rc.correction import bound_for_acceptance, compute_rollout_correction
-from verl_rc.data.batches import TokenScores, TrainBatch
-from verl_rc.distributed.process_group import DeviceMesh
-from verl_rc.losses import Aggregation
-from verl_rc.ppo.objective import policy_objective
-from verl_rc.workers.actor_correction import ActorCorrection
-from verl_rc.workers.updates import UpdateRequest
+from verl_rc.records.batches import TokenScores, TrainBatch
+from verl_rc.runtime.distributed.process_group import DeviceMesh
+from verl_rc.runtime.workers.actor_correction import ActorCorrection
+from verl_rc.runtime.workers.updates import UpdateRequest
 
 ACTOR = small_run_config(Path("unused")).actor_rollout_ref.actor
 NUMBERS = "correction/statistics.py:_numbers"

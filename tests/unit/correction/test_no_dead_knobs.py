@@ -13,17 +13,17 @@ from planned_runs import corrected
 from pydantic import ValidationError
 from small_models import small_run_config
 
+from verl_rc.algorithm.health.guards import TooManySkippedUpdatesError, count_skipped_updates
+from verl_rc.algorithm.losses import Aggregation
+from verl_rc.algorithm.ppo.control import Control
+from verl_rc.algorithm.ppo.objective import policy_objective
+from verl_rc.algorithm.ppo.train_batch import build_train_batch
 from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.rollout_correction import REJECTION_RULES, WEIGHT_LEVELS, RolloutCorrectionConfig
 from verl_rc.correction import NonFiniteLogProbError, measure, require_finite
-from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TokenScores, positions_mask
-from verl_rc.data.samples import Samples
-from verl_rc.health.guards import TooManySkippedUpdatesError, count_skipped_updates
-from verl_rc.losses import Aggregation
-from verl_rc.ppo.control import Control
-from verl_rc.ppo.objective import policy_objective
-from verl_rc.ppo.train_batch import build_train_batch
+from verl_rc.records.batches import PolicyEvaluations, RolloutBatch, TokenScores, positions_mask
+from verl_rc.records.samples import Samples
 
 METRICS_ONLY = {"diagnostics"}
 """Options that change what is measured, never what is trained on."""

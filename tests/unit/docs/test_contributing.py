@@ -18,9 +18,9 @@ USES = {
 import torch
 from sound_run import sound_run
 from verl_rc.config.load import load_run_config
-from verl_rc.losses import compute_policy_loss, policy_loss_names
+from verl_rc.algorithm.losses import compute_policy_loss, policy_loss_names
 from documents.configuration import render
-from verl_rc.preflight.explain import plan_text
+from verl_rc.plan.explain import plan_text
 
 old, current = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 1.0]]).log().requires_grad_()
 loss, metrics = compute_policy_loss("surrogate", old, current, torch.tensor([[1.0, -2.0]]), torch.ones(1, 2))
@@ -35,7 +35,7 @@ assert "| `surrogate` | −A r |" in render()
     "Add an advantage estimator": """
 import torch
 from sound_run import sound_run
-from verl_rc.advantage import compute_advantages
+from verl_rc.algorithm.advantage import compute_advantages
 from verl_rc.config.load import load_run_config
 
 rewards = torch.tensor([[0.0, 1.0], [3.0, 0.0], [2.0, 0.0]])
@@ -62,10 +62,10 @@ load_run_config([*sound_run(), *(f"algorithm.rollout_correction.{key}={value}" f
     "Add a metric": """
 import torch
 from small_models import make_train_batch
-from verl_rc.data.batches import RolloutBatch
+from verl_rc.records.batches import RolloutBatch
 from verl_rc.metrics.catalog import CATALOG
-from verl_rc.ppo.batch_metrics import batch_metrics
-from verl_rc.ppo.train_batch import ScoredStep
+from verl_rc.algorithm.ppo.batch_metrics import batch_metrics
+from verl_rc.algorithm.ppo.train_batch import ScoredStep
 
 batch = make_train_batch([7, 2, 5, 4])
 rollouts = RolloutBatch(
@@ -84,8 +84,8 @@ assert CATALOG.find("response_length/median").unit == "tokens"
     "Add a stage": """
 import ast, inspect, logging, torch
 from types import SimpleNamespace
-from verl_rc.driver import stages, train
-from verl_rc.driver.step_record import StepRecord
+from verl_rc.trainer import stages, train
+from verl_rc.trainer.step_record import StepRecord
 from verl_rc.metrics.catalog import CATALOG
 
 said = []
@@ -103,20 +103,21 @@ assert lines["show_sample"] > lines["publish"]
     "Add an engine": """
 from sound_run import sound_run
 from verl_rc.config.load import load_run_config
-from verl_rc.rollout.engine import engine_options
+from verl_rc.runtime.rollout.engine import engine_options
 
 options = engine_options(load_run_config([*sound_run(), "actor_rollout_ref.rollout.name=table"]), "cpu")
-assert (options.worker, options.deterministic) == ("verl_rc.rollout.table.engine:TableEngine", False)
-assert engine_options(load_run_config(sound_run()), "cpu").worker == "verl_rc.rollout.vllm.engine:VllmEngine"
+assert (options.worker, options.deterministic) == ("verl_rc.runtime.rollout.table.engine:TableEngine", False)
+vllm = engine_options(load_run_config(sound_run()), "cpu").worker
+assert vllm == "verl_rc.runtime.rollout.vllm.engine:VllmEngine"
 """,
     "Add an environment": """
 import asyncio
 from sound_run import sound_run
 from verl_rc.config.load import load_run_config
-from verl_rc.data.episode import Episode, Turn
-from verl_rc.rollout.environment_host import open_host
+from verl_rc.records.episode import Episode, Turn
+from verl_rc.runtime.rollout.environment_host import open_host
 
-name = "actor_rollout_ref.rollout.environment.name=verl_rc.rollout.environments.echo:Echo"
+name = "actor_rollout_ref.rollout.environment.name=verl_rc.runtime.rollout.environments.echo:Echo"
 rollout = load_run_config([*sound_run(), name]).actor_rollout_ref.rollout
 
 async def play():

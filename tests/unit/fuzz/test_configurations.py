@@ -13,7 +13,7 @@ from sound_run import sound_run
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config, save_resolved_config
 from verl_rc.config.paths import check_files
-from verl_rc.preflight.explain import plan_text
+from verl_rc.plan.explain import plan_text
 
 REASONS = re.compile(
     r"must|Write instead|Drop them|needs?\b|refused|not a known key|belong|cannot|no effect|drop it|pass "

@@ -12,8 +12,8 @@ import pytest
 from small_models import small_run_config
 
 from verl_rc.config.run import RunConfig
-from verl_rc.data.dataset import build_train_loader, build_validation_rows
-from verl_rc.preflight.doctor import Inputs, check_data, check_reward
+from verl_rc.plan.doctor import Inputs, check_data, check_reward
+from verl_rc.records.dataset import build_train_loader, build_validation_rows
 
 BAD_PROMPTS: list[Any] = [
     None,
@@ -191,7 +191,7 @@ def examine(config: RunConfig, tokenizer: Any) -> set[str]:
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from make_tiny_model import build_tokenizer
 
-    from verl_rc.data.tokenize import load_tokenizer
+    from verl_rc.records.tokenize import load_tokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")
     build_tokenizer(1024).save_pretrained(folder)

@@ -16,14 +16,14 @@ import pytest
 import torch
 from batches_of_ones import ones_rollouts
 
+from verl_rc.algorithm.rewards import RewardError, RewardOutput, RewardSample, build_reward
 from verl_rc.config.task import RewardConfig
-from verl_rc.data.dataset import PromptRow
-from verl_rc.data.samples import Samples
-from verl_rc.driver.evaluate import validation_metrics
-from verl_rc.driver.scoring import ResponseScorer, extra_columns, reward_metrics
-from verl_rc.driver.stages import write_samples
 from verl_rc.metrics import reduce_metrics
-from verl_rc.rewards import RewardError, RewardOutput, RewardSample, build_reward
+from verl_rc.records.dataset import PromptRow
+from verl_rc.records.samples import Samples
+from verl_rc.trainer.evaluate import validation_metrics
+from verl_rc.trainer.scoring import ResponseScorer, extra_columns, reward_metrics
+from verl_rc.trainer.stages import write_samples
 
 SOURCE = "def compute_score(solution_str, extra_info, **_):\n    return extra_info['behave'](solution_str)\n"
 SAMPLES = 12

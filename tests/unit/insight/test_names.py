@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-import verl_rc.health
+import verl_rc.algorithm.health
 import verl_rc.insight
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import has_key
@@ -25,7 +25,7 @@ _OF_VERL = {"actor_rollout_ref.rollout.calculate_log_probs"}
 _FILES = {"trainer.pt", "data.pkl"}
 MODULES = [
     info.name
-    for package in (verl_rc.insight, verl_rc.health)
+    for package in (verl_rc.insight, verl_rc.algorithm.health)
     for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     if ".hooks." not in info.name
 ]

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from small_runs import ROOT
 
-from verl_rc.preflight.gpu_host import CUDA_OF_WHEELS
+from verl_rc.plan.gpu_host import CUDA_OF_WHEELS
 
 DEVICES = ("cpu", "gpu")
 OTHER_EXTRAS = ("dev", "ray", "tensorboard", "wandb-workspaces")

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from verl_rc.data.tokenize import load_tokenizer
+from verl_rc.records.tokenize import load_tokenizer
 
 SMALL = [
     "--num_layers",

@@ -33,7 +33,7 @@ def package(tmp_path: Path) -> Package:
 def test_files_lines_and_functions(package: Package) -> None:
     assert sorted(package.sizes) == [3, 13, 16]
     assert sorted(package.function_sizes) == [10, 13]
-    assert package.rooms == 3
+    assert package.rooms == 1
 
 
 def test_statements_are_counted_without_docstrings(package: Package) -> None:

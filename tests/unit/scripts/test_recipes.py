@@ -9,12 +9,12 @@ import pytest
 import ray
 from recipe_arguments import RECIPES, ROOT, arguments_of
 
-from verl_rc.cluster import placement
-from verl_rc.cluster.placement import plan_placement
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
-from verl_rc.preflight.explain import plan_text
-from verl_rc.preflight.memory import ModelShape, choose_gradient_sums, estimate_roles, gpu_peaks, model_paths
+from verl_rc.plan.explain import plan_text
+from verl_rc.plan.memory import ModelShape, choose_gradient_sums, estimate_roles, gpu_peaks, model_paths
+from verl_rc.trainer.cluster import placement
+from verl_rc.trainer.cluster.placement import plan_placement
 
 FOR_GPUS = [recipe for recipe in RECIPES if re.search(r"\dgpu\.sh$", recipe.name)]
 CORRECTION = "algorithm.rollout_correction"

@@ -5,7 +5,7 @@ from typing import Any
 
 from verl_rc.config.errors import ConfigError
 
-ADAPTER = "verl_rc.rollout.environments.verl_loops:VerlLoops"
+ADAPTER = "verl_rc.runtime.rollout.environments.verl_loops:VerlLoops"
 """The environment that reads verl's files."""
 _ROLLOUT = "actor_rollout_ref.rollout"
 _TURNS, _AGENT, _ENVIRONMENT = f"{_ROLLOUT}.multi_turn", f"{_ROLLOUT}.agent", f"{_ROLLOUT}.environment"

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from verl_rc.data.token_lines import TokenLines
+from verl_rc.records.token_records.token_lines import TokenLines
 
 FOLDER_VARIABLE = "VERL_RC_TOKENS"
 """Environment variable with the folder to write to, for hooks that no script names."""

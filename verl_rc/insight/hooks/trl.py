@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from verl_rc.data.token_record import FOLDER
 from verl_rc.insight.hooks.recorder import Recorder, attaches, masked_rows, rows_of
+from verl_rc.records.token_records.token_record import FOLDER
 
 VERSIONS = ("1.16", "1.17")
 SIGNATURES = {

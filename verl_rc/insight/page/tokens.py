@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from verl_rc.data.token_record import TOKEN_CLASSES, Array, noise_scale
 from verl_rc.insight.page.encode import packed
 from verl_rc.insight.page.text import escaped, number, table
 from verl_rc.insight.run_folder import RunData
 from verl_rc.insight.run_folder.profiles import Bar, Profile, Profiles
 from verl_rc.insight.run_folder.token_data import TokenData, TokenRow, WorstToken
+from verl_rc.records.token_records.token_record import TOKEN_CLASSES, Array, noise_scale
 
 MOST_TOKENS = 100_000
 """Tokens of rows that a page holds, with their prompts."""

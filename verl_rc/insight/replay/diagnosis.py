@@ -9,8 +9,6 @@ from pathlib import Path
 from verl_rc.config.files import whole_or_absent
 from verl_rc.config.models import torch_name
 from verl_rc.config.run import RunConfig
-from verl_rc.data.token_parquet import record_files
-from verl_rc.data.token_record import FOLDER
 from verl_rc.insight.diagnosis import Diagnosis, DiagnosisRequest, diagnosis_of
 from verl_rc.insight.replay.rows import NothingToReplayError, RecordedRows, read_rows, select_records
 from verl_rc.insight.replay.trainer import TrainerReplay
@@ -18,6 +16,8 @@ from verl_rc.insight.replay.weights import KeptWeights, config_of
 from verl_rc.insight.run_folder import DIAGNOSIS, ReplayedRecord, read_replays, read_run
 from verl_rc.insight.verdict.replays import merged, with_replays
 from verl_rc.metrics.bounds import PLAUSIBLE_NOISE
+from verl_rc.records.token_records.token_parquet import record_files
+from verl_rc.records.token_records.token_record import FOLDER
 
 
 def diagnose_with_replays(request: DiagnosisRequest) -> Diagnosis:

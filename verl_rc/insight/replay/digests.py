@@ -16,8 +16,8 @@ from pydantic import TypeAdapter
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from verl_rc.weight_sync.manifest import TensorSpec, tensor_digest
-from verl_rc.workers.export import export_checkpoint
+from verl_rc.runtime.weight_sync.manifest import TensorSpec, tensor_digest
+from verl_rc.runtime.workers.export import export_checkpoint
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Names of tensors in vLLM, and of their parts in a model folder, in order."""

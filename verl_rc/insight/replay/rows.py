@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from verl_rc.data.batches import TokenBatch, left_padded
-from verl_rc.data.token_parquet import read_record, record_files
-from verl_rc.data.token_record import FOLDER, DamagedRecordError, TokenRecord
+from verl_rc.records.batches import TokenBatch, left_padded
+from verl_rc.records.token_records.token_parquet import read_record, record_files
+from verl_rc.records.token_records.token_record import FOLDER, DamagedRecordError, TokenRecord
 
 
 class NothingToReplayError(ValueError):

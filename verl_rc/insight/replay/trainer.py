@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from verl_rc.config.run import RunConfig
-from verl_rc.data.batches import TokenBatch
-from verl_rc.workers.forward import ForwardOptions, score_tokens
-from verl_rc.workers.language_model import load_causal_lm, torch_dtype
-from verl_rc.workers.operations import operations
+from verl_rc.records.batches import TokenBatch
+from verl_rc.runtime.workers.forward import ForwardOptions, score_tokens
+from verl_rc.runtime.workers.language_model import load_causal_lm, torch_dtype
+from verl_rc.runtime.workers.operations import operations
 
 _ROWS_AT_ONCE = 16
 

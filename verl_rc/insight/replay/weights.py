@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from verl_rc.checkpoint import CheckpointStore
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
 from verl_rc.config.run import RunConfig
-from verl_rc.workers.export import export_checkpoint
+from verl_rc.runtime.checkpoint import CheckpointStore
+from verl_rc.runtime.workers.export import export_checkpoint
 
 
 def config_of(folder: Path, trust_remote_code: bool = False) -> RunConfig:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from verl_rc.data.token_record import Array
 from verl_rc.insight.run_folder.shared_prefixes import behind_prefixes
 from verl_rc.insight.run_folder.signature_sums import ComparedTokens
+from verl_rc.records.token_records.token_record import Array
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_rc.data.token_rows import parse_line
 from verl_rc.insight.run_folder.lines import as_step, numbers_of
 from verl_rc.insight.run_folder.records import NothingToReadError
+from verl_rc.records.token_records.token_rows import parse_line
 
 SOURCE = "W&B export"
 _STEP = "_step"

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from verl_rc.data.token_rows import parse_line
 from verl_rc.insight.run_folder import exports, trl
 from verl_rc.insight.run_folder.lines import (
     as_number,
@@ -23,6 +22,7 @@ from verl_rc.insight.run_folder.lines import (
 )
 from verl_rc.insight.run_folder.records import Columns, RunData, SavedSample
 from verl_rc.insight.run_folder.token_files import read_lines
+from verl_rc.records.token_records.token_rows import parse_line
 
 FILE_LOGGER, CONSOLE, DUMPS = "verl's file logger", "verl's console log", "verl's rollout dumps"
 

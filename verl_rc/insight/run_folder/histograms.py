@@ -5,9 +5,9 @@ from collections.abc import Container, Iterable
 
 import numpy as np
 
-from verl_rc.data.token_record import Array
 from verl_rc.insight.run_folder.lines import Record
 from verl_rc.insight.run_folder.records import LARGEST_STEP, HeatMap
+from verl_rc.records.token_records.token_record import Array
 
 LOG_RATIO = "rollout_corr/log_ratio"
 MOST_COLUMNS = 400

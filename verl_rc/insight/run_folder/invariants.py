@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from verl_rc.data.token_record import TOKEN_CLASSES, Array, TokenRecord
 from verl_rc.insight.run_folder.signature_sums import ComparedTokens
 from verl_rc.metrics.bounds import BOUNDS
+from verl_rc.records.token_records.token_record import TOKEN_CLASSES, Array, TokenRecord
 
 _FEWEST_PAIRS = 8
 """Uncertain tokens of a row that its check for a shift needs."""

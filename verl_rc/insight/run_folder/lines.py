@@ -12,8 +12,8 @@ from statistics import median_high
 from typing import Any, TextIO
 
 from verl_rc.config.files import RefusedFileError, open_inside
-from verl_rc.data.token_rows import parse_line
 from verl_rc.insight.run_folder.records import LARGEST_STEP, Columns, SavedSample
+from verl_rc.records.token_records.token_rows import parse_line
 
 Record = dict[str, Any]
 

@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from verl_rc.data.token_record import TOKEN_CLASSES, Array, TokenRecord, noise_scale
 from verl_rc.insight.run_folder.signature_sums import ComparedTokens
+from verl_rc.records.token_records.token_record import TOKEN_CLASSES, Array, TokenRecord, noise_scale
 
 _POSITIONS = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384)
 _LENGTHS = (0, 16, 64, 256, 1024, 4096, 16384)

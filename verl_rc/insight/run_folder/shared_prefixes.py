@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from verl_rc.data.token_record import Array, prompt_numbers
 from verl_rc.insight.run_folder.signature_sums import ComparedTokens, summed
 from verl_rc.metrics.bounds import BOUNDS
+from verl_rc.records.token_records.token_record import Array, prompt_numbers
 
 
 def prefix_metrics(tokens: ComparedTokens) -> dict[str, float]:

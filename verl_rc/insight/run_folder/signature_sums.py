@@ -8,7 +8,6 @@ from functools import cached_property
 
 import numpy as np
 
-from verl_rc.data.token_record import Array, TokenRecord
 from verl_rc.metrics.bounds import BOUNDS, LOG_RATIO_BOUND
 from verl_rc.metrics.log_ratio_bins import (
     BINS_PER_OCTAVE,
@@ -20,6 +19,7 @@ from verl_rc.metrics.log_ratio_bins import (
 )
 from verl_rc.metrics.mergeable import Mean, Quotient
 from verl_rc.metrics.signatures import SMALLEST_GRADIENTS, STRIDES, Signatures
+from verl_rc.records.token_records.token_record import Array, TokenRecord
 
 _LAST_BITS = (1 << BOUNDS.rounded_bits) - 1
 

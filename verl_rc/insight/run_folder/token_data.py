@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_rc.data.token_record import Array
 from verl_rc.insight.run_folder.bend import Bend
 from verl_rc.insight.run_folder.invariants import Invariants
 from verl_rc.insight.run_folder.profiles import Profiles
+from verl_rc.records.token_records.token_record import Array
 
 
 @dataclass(frozen=True)

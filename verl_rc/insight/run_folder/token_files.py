@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_rc.config.files import RefusedFileError, is_outside
-from verl_rc.data.token_record import (
+from verl_rc.insight.run_folder.lines import first_few, lines_of, open_text
+from verl_rc.records.token_records.token_record import (
     FOLDER,
     PIECES,
     VERSION_FACT,
@@ -19,8 +20,7 @@ from verl_rc.data.token_record import (
     TokenRecord,
     required_facts,
 )
-from verl_rc.data.token_rows import parse_line, record_of_rows, records_by_step
-from verl_rc.insight.run_folder.lines import first_few, lines_of, open_text
+from verl_rc.records.token_records.token_rows import parse_line, record_of_rows, records_by_step
 
 OWN_TRAINER = "verl_rc"
 """``trainer`` in the facts of this project's own records."""
@@ -188,7 +188,7 @@ def _facts_or_none(path: Path, folder: Path) -> dict[str, Any] | None:
     """The facts of a file in a folder; None where it has none that can be read."""
     try:
         if path.suffix == ".parquet":
-            from verl_rc.data.token_parquet import read_facts  # noqa: PLC0415  (pyarrow)
+            from verl_rc.records.token_records.token_parquet import read_facts  # noqa: PLC0415  (pyarrow)
 
             return read_facts(path, folder)
         return required_facts(_first_line(path, folder))
@@ -202,6 +202,6 @@ def _first_line(path: Path, folder: Path | None) -> dict[str, Any] | None:
 
 
 def _parquet(path: Path, folder: Path | None) -> TokenRecord:
-    from verl_rc.data.token_parquet import read_record  # noqa: PLC0415  (pyarrow, without which JSON lines are read)
+    from verl_rc.records.token_records.token_parquet import read_record  # noqa: PLC0415  (pyarrow, without which JSON lines are read)
 
     return read_record(path, folder)

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from verl_rc.data.token_record import Array, TokenRecord
 from verl_rc.insight.run_folder.shared_prefixes import prefix_metrics
 from verl_rc.insight.run_folder.signature_sums import (
     ComparedTokens,
@@ -12,6 +11,7 @@ from verl_rc.insight.run_folder.signature_sums import (
 )
 from verl_rc.metrics.bounds import LOG_RATIO_BOUND
 from verl_rc.metrics.signatures import signature_metrics
+from verl_rc.records.token_records.token_record import Array, TokenRecord
 
 
 def metrics_of(record: TokenRecord) -> dict[str, float]:

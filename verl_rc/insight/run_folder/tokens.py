@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from verl_rc.data.token_record import TOKEN_CLASSES, Array, DamagedRecordError, TokenRecord
 from verl_rc.insight.run_folder.bend import BendSums
 from verl_rc.insight.run_folder.invariants import Invariants, broken_invariants
 from verl_rc.insight.run_folder.lines import read_records
@@ -18,6 +17,7 @@ from verl_rc.insight.run_folder.signature_sums import ComparedTokens
 from verl_rc.insight.run_folder.token_data import TokenData, TokenRow, WorstToken
 from verl_rc.insight.run_folder.token_files import TokenSource
 from verl_rc.insight.run_folder.token_metrics import metrics_of
+from verl_rc.records.token_records.token_record import TOKEN_CLASSES, Array, DamagedRecordError, TokenRecord
 
 MOST_ROWS = 200
 WORST_TOKENS = 50

@@ -1,6 +1,6 @@
 """The verdict: what the metrics of a run say about learning, gap, correction and speed, in words."""
 
-from verl_rc.health.statement import Statement
+from verl_rc.algorithm.health.statement import Statement
 from verl_rc.insight.verdict.verdict import Verdict, judge
 
 __all__ = ["Statement", "Verdict", "judge"]

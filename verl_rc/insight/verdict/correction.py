@@ -3,7 +3,7 @@ fail."""
 
 import math
 
-from verl_rc.health.statement import Statement, filled_statement, literal
+from verl_rc.algorithm.health.statement import Statement, filled_statement, literal
 from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.verdict.estimates import confirm, last_mean, last_tenth, mean_of
 from verl_rc.metrics.catalog import describe

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from verl_rc.algorithm.health import cause_table as table
+from verl_rc.algorithm.health.causes import PREFIX, cause_statement
+from verl_rc.algorithm.health.signature_causes import RAW_LOG_PROBS
+from verl_rc.algorithm.health.statement import Confidence, Statement, filled_statement, literal
 from verl_rc.config.async_training import NEEDS_ASYNCHRONY, AsyncTrainingConfig
 from verl_rc.config.models import torch_name
-from verl_rc.health import cause_table as table
-from verl_rc.health.causes import PREFIX, cause_statement
-from verl_rc.health.signature_causes import RAW_LOG_PROBS
-from verl_rc.health.statement import Confidence, Statement, filled_statement, literal
 from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.verdict.estimates import (
     FEWEST_FOR_TREND,

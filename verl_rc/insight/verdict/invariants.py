@@ -1,8 +1,8 @@
 """The causes that token records show without statistics, and which of them could be checked."""
 
-from verl_rc.health import cause_table as table
-from verl_rc.health.causes import cause_statement
-from verl_rc.health.statement import Statement
+from verl_rc.algorithm.health import cause_table as table
+from verl_rc.algorithm.health.causes import cause_statement
+from verl_rc.algorithm.health.statement import Statement
 from verl_rc.insight.run_folder import RunData
 from verl_rc.insight.run_folder.lines import first_few
 from verl_rc.insight.verdict.signatures import CauseRow

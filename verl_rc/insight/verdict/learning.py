@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable
 
-from verl_rc.health.statement import Statement, filled_statement, literal
+from verl_rc.algorithm.health.statement import Statement, filled_statement, literal
 from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.verdict.estimates import (
     FEWEST_FOR_TREND,

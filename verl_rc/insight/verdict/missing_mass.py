@@ -3,9 +3,9 @@
 import math
 import statistics
 
-from verl_rc.health.causes import cause_statement
-from verl_rc.health.signature_causes import FILTER, FILTER_OR_RAW, RAW_OR_OTHER_TOKENS
-from verl_rc.health.statement import Statement, literal
+from verl_rc.algorithm.health.causes import cause_statement
+from verl_rc.algorithm.health.signature_causes import FILTER, FILTER_OR_RAW, RAW_OR_OTHER_TOKENS
+from verl_rc.algorithm.health.statement import Statement, literal
 from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.run_folder.foreign import rejects
 from verl_rc.insight.verdict.estimates import confirm

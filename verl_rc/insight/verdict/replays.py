@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from verl_rc.health import cause_table as table
-from verl_rc.health.causes import cause_statement
-from verl_rc.health.statement import Statement
+from verl_rc.algorithm.health import cause_table as table
+from verl_rc.algorithm.health.causes import cause_statement
+from verl_rc.algorithm.health.statement import Statement
 from verl_rc.insight.run_folder import ReplayedRecord
 from verl_rc.metrics.bounds import BOUNDS
 

@@ -3,10 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl_rc.health.cause_table import NOT_A_TEMPERATURE
-from verl_rc.health.causes import PREFIX, SIGNATURE_METRICS, cause_of, cause_statement, signature_statement
-from verl_rc.health.signature_causes import SIGNATURE_CAUSES, TEMPERATURE, SignatureCause, Step
-from verl_rc.health.statement import Statement
+from verl_rc.algorithm.health.cause_table import NOT_A_TEMPERATURE
+from verl_rc.algorithm.health.causes import (
+    PREFIX,
+    SIGNATURE_METRICS,
+    cause_of,
+    cause_statement,
+    signature_statement,
+)
+from verl_rc.algorithm.health.signature_causes import SIGNATURE_CAUSES, TEMPERATURE, SignatureCause, Step
+from verl_rc.algorithm.health.statement import Statement
 from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.verdict.estimates import FEWEST_FOR_TREND, LINEAR, confirm, fit_line
 from verl_rc.insight.verdict.gap_series import KEPT_SETS

@@ -2,7 +2,7 @@
 
 import math
 
-from verl_rc.health.statement import Statement, filled_statement, literal
+from verl_rc.algorithm.health.statement import Statement, filled_statement, literal
 from verl_rc.insight.run_folder import RunData
 from verl_rc.insight.verdict.estimates import last_mean, last_tenth
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from verl_rc.health.cause_table import CAUSES
-from verl_rc.health.statement import Level, Statement
+from verl_rc.algorithm.health.cause_table import CAUSES
+from verl_rc.algorithm.health.statement import Level, Statement
 from verl_rc.insight.run_folder import RunData
 from verl_rc.insight.verdict.correction import judge_correction
 from verl_rc.insight.verdict.gap import checked_rules, invisible_causes, judge_gap

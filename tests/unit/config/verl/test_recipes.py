@@ -23,7 +23,7 @@ from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import fields_of
 from verl_rc.config.verl.keys import AGREEMENTS, is_verl_key, moved, translate_key, translate_tree
 from verl_rc.config.verl.refused import REFUSED_VALUES, refusal_of
-from verl_rc.preflight.explain import plan_text
+from verl_rc.plan.explain import plan_text
 
 FOLDER = Path(__file__).parents[3] / "verl_recipes"
 RECIPES = {path.stem: json.loads(path.read_text()) for path in sorted((FOLDER / "examples").glob("*.json"))}

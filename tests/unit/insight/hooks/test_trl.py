@@ -13,11 +13,11 @@ import torch
 import trl_runs
 from make_tiny_model import build_model, build_tokenizer, parse_arguments
 
-from verl_rc.data.token_record import TokenRecord
 from verl_rc.insight.hooks import recorder
 from verl_rc.insight.hooks.trl import VERSIONS, record_tokens
 from verl_rc.insight.run_folder import read_run
 from verl_rc.insight.run_folder.token_files import token_source
+from verl_rc.records.token_records.token_record import TokenRecord
 
 SMALL = {"max_completion_length": 6, "per_device_train_batch_size": 16, "num_generations": 4}
 STEPS = 2

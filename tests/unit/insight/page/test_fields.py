@@ -7,11 +7,11 @@ from pathlib import Path
 
 from planted_series import healthy, write_run
 
-from verl_rc.data.token_lines import TokenLines
 from verl_rc.insight.page import build_page
 from verl_rc.insight.page.fields import fields_panel
 from verl_rc.insight.run_folder import RunData, read_run
 from verl_rc.insight.verdict import judge
+from verl_rc.records.token_records.token_lines import TokenLines
 
 
 def trl_run(folder: Path, **fields: object) -> Path:

@@ -9,9 +9,9 @@ from small_checkpoints import STEP, write_checkpoint, write_tiny_model
 from small_models import small_run_config
 from torch import Tensor, nn
 
-from verl_rc.checkpoint import CheckpointStore
 from verl_rc.cli import main
 from verl_rc.insight.replay.digests import compare_weights, write_digests
+from verl_rc.runtime.checkpoint import CheckpointStore
 
 LAYER = "model.layers.0."
 

@@ -18,17 +18,17 @@ from small_models import small_run_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from verl_rc.checkpoint import CheckpointStore
+from verl_rc.algorithm.health.cause_table import OLDER_WEIGHTS, OTHER_INPUTS
 from verl_rc.config.load import save_resolved_config
-from verl_rc.data.token_parquet import read_record, record_files, write_record
-from verl_rc.data.token_record import FOLDER
-from verl_rc.health.cause_table import OLDER_WEIGHTS, OTHER_INPUTS
 from verl_rc.insight.diagnosis import DiagnosisRequest, diagnose
 from verl_rc.insight.replay.diagnosis import diagnose_with_replays
 from verl_rc.insight.replay.rows import NothingToReplayError
 from verl_rc.insight.run_folder import read_run
 from verl_rc.insight.verdict import judge
-from verl_rc.workers.export import export_checkpoint
+from verl_rc.records.token_records.token_parquet import read_record, record_files, write_record
+from verl_rc.records.token_records.token_record import FOLDER
+from verl_rc.runtime.checkpoint import CheckpointStore
+from verl_rc.runtime.workers.export import export_checkpoint
 
 BOTH = ("R0", "R3")
 LENGTHS = (7, 3, 5, 6)

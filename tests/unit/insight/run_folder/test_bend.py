@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from planted_tokens import Array, Planted, Row, rows_of
 
-from verl_rc.data.token_rows import record_of_rows
 from verl_rc.insight.run_folder.bend import Bend, BendSums
 from verl_rc.insight.run_folder.signature_sums import ComparedTokens
 from verl_rc.metrics.bounds import BOUNDS
+from verl_rc.records.token_records.token_rows import record_of_rows
 
 FIELDS = ("all", "without varentropy", "without distributions")
 DISTRIBUTIONS = ("entropy", "sum_pi_squared", "varentropy")

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from recorded_tokens import token_record
 
-from verl_rc.data.token_parquet import write_record
 from verl_rc.insight.page import Request, write_report
 from verl_rc.insight.picture import draw_run
 from verl_rc.insight.run_folder import NothingToReadError, RunData, Series, read_run, records
 from verl_rc.insight.run_folder.records import Columns
 from verl_rc.insight.verdict import judge
+from verl_rc.records.token_records.token_parquet import write_record
 
 SECRET = "a-private-text-7f3a"
 FILES = (

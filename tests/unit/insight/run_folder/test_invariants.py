@@ -14,9 +14,9 @@ from planted_tokens import (
     shifted,
 )
 
-from verl_rc.data.token_record import TOKEN_CLASSES, TokenRecord
-from verl_rc.data.token_rows import record_of_rows
 from verl_rc.insight.run_folder.invariants import Broken, broken_invariants
+from verl_rc.records.token_records.token_record import TOKEN_CLASSES, TokenRecord
+from verl_rc.records.token_records.token_rows import record_of_rows
 
 FACTS = {"stop_token_ids": [STOP + FIRST_ID], "vocab_size": FIRST_ID + VOCABULARY}
 

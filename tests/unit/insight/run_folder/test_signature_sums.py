@@ -10,8 +10,6 @@ from planted_tokens import PLANS, rows_of
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionStatistics, SequenceContext, measure
-from verl_rc.data.token_record import TokenRecord
-from verl_rc.data.token_rows import record_of_rows
 from verl_rc.insight.run_folder.signature_sums import (
     ComparedTokens,
     log_ratio_counts,
@@ -19,6 +17,8 @@ from verl_rc.insight.run_folder.signature_sums import (
     signature_sums,
 )
 from verl_rc.metrics.signatures import signature_metrics
+from verl_rc.records.token_records.token_record import TokenRecord
+from verl_rc.records.token_records.token_rows import record_of_rows
 
 FACTS = {
     "entropies": "entropy",

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from verl_rc.data.token_rows import record_of_rows
 from verl_rc.insight.run_folder.token_metrics import metrics_of
+from verl_rc.records.token_records.token_rows import record_of_rows
 
 
 def test_log_probs_that_are_not_finite_or_far_apart_have_their_shares() -> None:

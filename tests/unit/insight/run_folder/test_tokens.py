@@ -10,14 +10,14 @@ from planted_series import healthy, write_run
 from recorded_tokens import token_record, write_tokens
 
 from verl_rc.cli import main
-from verl_rc.data.token_lines import TokenLines
-from verl_rc.data.token_parquet import record_path
 from verl_rc.insight.run_folder import NothingToReadError, read_run
 from verl_rc.insight.run_folder.profiles import Bar, Profiles
 from verl_rc.insight.run_folder.token_data import TokenData
 from verl_rc.insight.run_folder.token_files import token_source
 from verl_rc.insight.run_folder.tokens import read_tokens
 from verl_rc.insight.verdict.gap import judge_gap
+from verl_rc.records.token_records.token_lines import TokenLines
+from verl_rc.records.token_records.token_parquet import record_path
 
 
 def tokens_of(folder: Path, **arguments: int) -> TokenData:

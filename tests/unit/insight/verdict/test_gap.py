@@ -16,11 +16,11 @@ from planted_series import COOLER, SIGNS, STEPS, healthy, planted, ramp, wave
 from planted_tokens import Planted, rows_of
 from sound_run import sound_run
 
+from verl_rc.algorithm.health.cause_table import BEYOND_ROUNDING
+from verl_rc.algorithm.health.causes import PREFIX
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
 from verl_rc.config.schema import leaves_of, public_values
-from verl_rc.health.cause_table import BEYOND_ROUNDING
-from verl_rc.health.causes import PREFIX
 from verl_rc.insight.run_folder import Series
 from verl_rc.insight.run_folder.bend import Bend
 from verl_rc.insight.run_folder.foreign import FILE_LOGGER

@@ -7,10 +7,10 @@ import pytest
 from planted_series import healthy, write_run
 from planted_tokens import FIRST_ID, PLANS, STOP, rows_of
 
-from verl_rc.data.token_lines import TokenLines
 from verl_rc.insight.run_folder import read_run
 from verl_rc.insight.verdict import judge
 from verl_rc.insight.verdict.signatures import signature_causes
+from verl_rc.records.token_records.token_lines import TokenLines
 
 STOP_IDS = [STOP + FIRST_ID]
 

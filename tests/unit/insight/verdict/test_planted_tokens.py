@@ -11,12 +11,12 @@ import torch
 from planted_tokens import PLANS, Row, rows_of
 
 from verl_rc.correction import compute_rollout_correction
-from verl_rc.data.token_rows import record_of_rows
 from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.run_folder.folder import with_tokens
 from verl_rc.insight.run_folder.records import OWN_RUN
 from verl_rc.insight.run_folder.token_files import TokenSource
 from verl_rc.insight.verdict import judge
+from verl_rc.records.token_records.token_rows import record_of_rows
 
 STEPS = (1, 2)
 NATIVELY = {

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from verl_rc.health.cause import Cause
-from verl_rc.health.cause_table import CAUSES, GROWN, OLDER_WEIGHTS, OTHER_INPUTS, ROUNDING
-from verl_rc.health.causes import cause_statement
+from verl_rc.algorithm.health.cause import Cause
+from verl_rc.algorithm.health.cause_table import CAUSES, GROWN, OLDER_WEIGHTS, OTHER_INPUTS, ROUNDING
+from verl_rc.algorithm.health.causes import cause_statement
 from verl_rc.insight.run_folder import ReplayedRecord
 from verl_rc.insight.verdict.replays import merged, with_replays
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from planted_tokens import FIRST_ID, PLANS, STOP, rows_of
 
-from verl_rc.data.token_lines import TokenLines
-from verl_rc.health.cause_table import LARGE
+from verl_rc.algorithm.health.cause_table import LARGE
 from verl_rc.insight.diagnosis import DiagnosisRequest, diagnose
 from verl_rc.insight.run_folder import read_run
 from verl_rc.insight.verdict import Verdict, judge
+from verl_rc.records.token_records.token_lines import TokenLines
 
 DISTRIBUTIONS = ("entropy", "sum_pi_squared", "varentropy")
 IDS = ("prompt_ids", "response_ids")

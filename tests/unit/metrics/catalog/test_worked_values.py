@@ -25,12 +25,29 @@ from made_samples import sample as made_sample
 from sound_run import sound_run
 from table_engines import FILTER, make_run, sample
 
-from verl_rc.checkpoint import RunState
+from verl_rc.algorithm.health.causes import judge_causes
+from verl_rc.algorithm.health.findings import Findings
+from verl_rc.algorithm.health.ranges import CauseEpisode, CauseHistory, HealthHistory
+from verl_rc.algorithm.losses import Aggregation, compute_policy_loss
+from verl_rc.algorithm.ppo.batch_metrics import (
+    batch_metrics,
+    critic_metrics,
+    policy_gap_metrics,
+    version_metrics,
+)
+from verl_rc.algorithm.ppo.objective import interpolation_gap, policy_objective, value_objective
+from verl_rc.algorithm.ppo.train_batch import ScoredStep, _rewards
+from verl_rc.algorithm.rewards.sample import RewardOutput
+from verl_rc.algorithm.supply.group_book import AdmissionRule, BookState, GroupBook, Totals
 from verl_rc.config import RolloutCorrectionConfig
 from verl_rc.config.load import load_run_config
 from verl_rc.config.run import AlertsConfig
 from verl_rc.correction import compute_rollout_correction, measure
-from verl_rc.data.batches import (
+from verl_rc.insight.run_folder.token_metrics import metrics_of
+from verl_rc.metrics import reduce_metrics
+from verl_rc.metrics.catalog import CATALOG
+from verl_rc.metrics.splits import STAGES
+from verl_rc.records.batches import (
     CriticBatch,
     PolicyEvaluations,
     RolloutBatch,
@@ -39,43 +56,31 @@ from verl_rc.data.batches import (
     TokenScores,
     TrainBatch,
 )
-from verl_rc.data.episode import Reply
-from verl_rc.data.optimizer_step import OptimizerStep
-from verl_rc.data.parts import Sample
-from verl_rc.data.ragged_column import RaggedColumn
-from verl_rc.data.token_rows import record_of_rows
-from verl_rc.driver.evaluate import validation_metrics
-from verl_rc.driver.guards import Guards
-from verl_rc.driver.judge import judge, record_correction
-from verl_rc.driver.scored_groups import environment_call_metrics, environment_metrics
-from verl_rc.driver.scoring import FAILURE_COLUMN, extra_columns, reward_metrics
-from verl_rc.driver.stages import record_batch, update_actor
-from verl_rc.driver.step_record import StepRecord, StepTokens
-from verl_rc.driver.supply_progress import StepTotals, SupplyProgress, age_metrics
-from verl_rc.driver.weights import Publisher, pause_metrics
-from verl_rc.health.causes import judge_causes
-from verl_rc.health.findings import Findings
-from verl_rc.health.ranges import CauseEpisode, CauseHistory, HealthHistory
-from verl_rc.insight.run_folder.token_metrics import metrics_of
-from verl_rc.losses import Aggregation, compute_policy_loss
-from verl_rc.metrics import reduce_metrics
-from verl_rc.metrics.catalog import CATALOG
-from verl_rc.metrics.splits import STAGES
-from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics, version_metrics
-from verl_rc.ppo.group_book import AdmissionRule, BookState, GroupBook, Totals
-from verl_rc.ppo.objective import interpolation_gap, policy_objective, value_objective
-from verl_rc.ppo.train_batch import ScoredStep, _rewards
-from verl_rc.rewards.sample import RewardOutput
-from verl_rc.rollout.engine import Interrupted
-from verl_rc.rollout.environment import EpisodeFailedError
-from verl_rc.rollout.sampling import GenerationRequest
-from verl_rc.weight_sync.manifest import Manifest, TensorSpec
-from verl_rc.weight_sync.proof import GapLimit
-from verl_rc.weight_sync.survival import EngineRounding
-from verl_rc.workers.critic_worker import CriticWorker
-from verl_rc.workers.micro_batches import ObjectiveTotals
-from verl_rc.workers.policy_worker import PolicyWorker, memory_metrics
-from verl_rc.workers.updates import ActorReport, UpdateRequest
+from verl_rc.records.episode import Reply
+from verl_rc.records.optimizer_step import OptimizerStep
+from verl_rc.records.parts import Sample
+from verl_rc.records.ragged_column import RaggedColumn
+from verl_rc.records.token_records.token_rows import record_of_rows
+from verl_rc.runtime.checkpoint import RunState
+from verl_rc.runtime.rollout.engine import Interrupted
+from verl_rc.runtime.rollout.environment import EpisodeFailedError
+from verl_rc.runtime.rollout.sampling import GenerationRequest
+from verl_rc.runtime.weight_sync.manifest import Manifest, TensorSpec
+from verl_rc.runtime.weight_sync.proof import GapLimit
+from verl_rc.runtime.weight_sync.survival import EngineRounding
+from verl_rc.runtime.workers.critic_worker import CriticWorker
+from verl_rc.runtime.workers.micro_batches import ObjectiveTotals
+from verl_rc.runtime.workers.policy_worker import PolicyWorker, memory_metrics
+from verl_rc.runtime.workers.updates import ActorReport, UpdateRequest
+from verl_rc.trainer.evaluate import validation_metrics
+from verl_rc.trainer.guards import Guards
+from verl_rc.trainer.judge import judge, record_correction
+from verl_rc.trainer.scoring import FAILURE_COLUMN, extra_columns, reward_metrics
+from verl_rc.trainer.stages import record_batch, update_actor
+from verl_rc.trainer.step_record import StepRecord, StepTokens
+from verl_rc.trainer.supply.scored_groups import environment_call_metrics, environment_metrics
+from verl_rc.trainer.supply.supply_progress import StepTotals, SupplyProgress, age_metrics
+from verl_rc.trainer.weights import Publisher, pause_metrics
 
 Example = Callable[[], tuple[Mapping[str, float], Mapping[str, float]]]
 """What the code reports, and what it must be, by name."""
@@ -768,7 +773,7 @@ def a_reward_that_has_collapsed():
     record, batch = StepRecord(), train_batch()
     record.ledger.add_sampled(6)
     rewards = SimpleNamespace(collapse=lambda window, drop: "from 1 to 0")
-    with patch("verl_rc.driver.guards.require_sampled_tokens"):
+    with patch("verl_rc.trainer.guards.require_sampled_tokens"):
         scored, found = SimpleNamespace(batch=batch), Findings(None, HealthHistory())
         assert not guards.decide_update(rewards, Mock(), scored, found, record, step=2)
     return record.metrics(), {"alerts/reward_collapse": 1, "alerts/withheld_updates": 1}
@@ -799,7 +804,7 @@ def a_step_that_samples():
     """Samples of prompts 0 and 1 have 1 and 2 tokens and score 1, 1, 0, 1; see ``table_engines``."""
     ticks = count(step=0.125)  # the step begins, the engines are waited for, all samples arrive
     clock = SimpleNamespace(perf_counter=lambda: next(ticks), monotonic=lambda: 0.0)
-    with patch("verl_rc.driver.supply.time", clock):
+    with patch("verl_rc.trainer.supply.supply.time", clock):
         _, found = sample(make_run())
     expected = {"perf/rollout_tokens_per_second": (1 + 2 + 1 + 2) / (2 * 0.125)}
     _, gdpo = sample(make_run("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[length,score]"))
@@ -825,7 +830,7 @@ def memory_in_gib():
     device = SimpleNamespace(type="cuda")
     with (
         patch(
-            "verl_rc.workers.policy_worker.host_memory",
+            "verl_rc.runtime.workers.policy_worker.host_memory",
             return_value={"MemTotal": 8 * gib, "MemAvailable": 3 * gib},
         ),
         patch("torch.cuda.max_memory_allocated", return_value=6 * gib),
@@ -868,7 +873,7 @@ def seconds_speeds_and_replacements():
     all."""
     stages = list(STAGES)
     busy = ["gen", "old_log_prob", "ref", "teacher", "values", "update_critic", "update_actor"]
-    with patch("verl_rc.driver.step_record.time.perf_counter", return_value=0.0) as clock:
+    with patch("verl_rc.trainer.step_record.time.perf_counter", return_value=0.0) as clock:
         record = StepRecord()
         record.engines_replaced = 2
         record.requests_reissued = 3
@@ -1062,7 +1067,7 @@ def weights_on_their_way():
         SimpleNamespace(config=config, engines=Mock(), transport=transport),
         StepRecord(),
     )
-    with patch("verl_rc.driver.weights.check_receipts"):
+    with patch("verl_rc.trainer.weights.check_receipts"):
         Publisher(services, SimpleNamespace(canary_gap_limit=None)).publish(1, record)
     return record.metrics(), {"sync/bytes": 4 * (2 + 3)}
 
@@ -1082,7 +1087,7 @@ def judged_canaries(
         guards=Mock(),
     )
     record = StepRecord()
-    with patch("verl_rc.driver.weights.Publisher._canary_requests", [GenerationRequest([1], 0)]):
+    with patch("verl_rc.trainer.weights.Publisher._canary_requests", [GenerationRequest([1], 0)]):
         publisher = Publisher(services, SimpleNamespace(canary_gap_limit=None))
         for _ in answers:
             publisher._judge_canary(1, record)
@@ -1149,7 +1154,7 @@ def updates_of_which_none_had_anything_to_learn_from():
         model=model,
     )
     request = UpdateRequest(RolloutCorrectionConfig(), 0)
-    with patch("verl_rc.workers.policy_worker.mini_batch_loss_name", return_value=None):
+    with patch("verl_rc.runtime.workers.policy_worker.mini_batch_loss_name", return_value=None):
         records = PolicyWorker.update(policy, None, shares, request).metrics
     records += CriticWorker.update(SimpleNamespace(model=model, _address=rank), None, shares).metrics
     return reduce_metrics(records), {
@@ -1175,7 +1180,7 @@ def an_update_that_the_engine_rounds():
         model=MagicMock(),
     )
     request = UpdateRequest(RolloutCorrectionConfig(), 0, measures_survival=True)
-    with patch("verl_rc.workers.policy_worker.mini_batch_loss_name", return_value=None):
+    with patch("verl_rc.runtime.workers.policy_worker.mini_batch_loss_name", return_value=None):
         records = PolicyWorker.update(policy, None, [], request).metrics
     return reduce_metrics([one for one in records if one.name.startswith("sync/")]), {
         "sync/update_survival": 4 * 3 / (3**2 + 1**2),
@@ -1210,7 +1215,7 @@ def penalties_of_the_divergence():
     services.actor.update.return_value = Timed(ActorReport([], [], []), 0.0)
     control.correction = lambda correction: correction
     scored = SimpleNamespace(reward_kl=divergence, statistics=None, batch=None, rewards=None)
-    stages = "verl_rc.driver.stages"
+    stages = "verl_rc.trainer.stages"
     with (
         patch(f"{stages}.batch_metrics", return_value={}),
         patch(f"{stages}.policy_gap_metrics", return_value={}),
@@ -1219,7 +1224,7 @@ def penalties_of_the_divergence():
     batch = train_batch()
     record.ledger.add_sampled(int(batch.response_mask.sum()))
     state = SimpleNamespace(step=0, rollout_gap_limit=None)
-    with patch("verl_rc.driver.stages.plan_mini_batches", return_value=[]):
+    with patch("verl_rc.trainer.stages.plan_mini_batches", return_value=[]):
         update_actor(services, state, batch, control, record)
     expected = {
         "actor/reward_kl_penalty": (2 + 1 / 2) / 2,

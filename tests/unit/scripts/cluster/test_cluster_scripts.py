@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from verl_rc.cluster import ray_session
 from verl_rc.config.load import load_run_config
+from verl_rc.trainer.cluster import ray_session
 
 ROOT = Path(__file__).parents[4]
 RECORDER = '#!/usr/bin/env bash\nprintf "%s\\0" "$@" > "$RECORD"\nenv -0 > "$RECORD.env"\n'

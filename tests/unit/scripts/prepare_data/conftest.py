@@ -57,7 +57,7 @@ def tokenizer(tmp_path_factory):
     """The tiny model's tokenizer: one token per byte."""
     import make_tiny_model
 
-    from verl_rc.data.tokenize import load_tokenizer
+    from verl_rc.records.tokenize import load_tokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")
     make_tiny_model.build_tokenizer(1024).save_pretrained(folder)
@@ -69,9 +69,9 @@ def tokenizer(tmp_path_factory):
 def score(tokenizer):
     """``score(path, index, response)``: a response to row ``index`` of a written file, judged by the reward
     of its source."""
+    from verl_rc.algorithm.rewards import RewardSample, build_reward
     from verl_rc.config.task import DataConfig, RewardConfig
-    from verl_rc.data.dataset import PromptDataset
-    from verl_rc.rewards import RewardSample, build_reward
+    from verl_rc.records.dataset import PromptDataset
 
     reward = build_reward(RewardConfig())
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from verl_rc.rewards.scorers import last_boxed
+from verl_rc.algorithm.rewards.scorers import last_boxed
 
 INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
 HALF = {

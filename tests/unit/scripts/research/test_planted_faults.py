@@ -9,9 +9,9 @@ from planted_series import planted as planted_run
 from research import planted_faults
 from research.planted_faults import ARMS, COMMON, Fault, PlantedEngine, in_fp8, judged, planted
 
+from verl_rc.algorithm.health.cause_table import CAUSES
 from verl_rc.config.load import load_run_config
-from verl_rc.data.parts import Answer, Part, Sample
-from verl_rc.health.cause_table import CAUSES
+from verl_rc.records.parts import Answer, Part, Sample
 
 
 @pytest.mark.parametrize("arm", ARMS)

@@ -1,0 +1,124 @@
+"""Descriptions of a batch, on numbers that can be read and against the standard library."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+import torch
+from appendix_a import random_case, rows
+from small_models import make_train_batch
+
+from verl_rc.algorithm.ppo.batch_metrics import batch_metrics, policy_gap_metrics, probability_gap
+from verl_rc.algorithm.ppo.train_batch import ScoredStep
+from verl_rc.records.batches import PolicyEvaluations, RolloutBatch
+
+
+def make_rollouts(lengths: list[int]) -> RolloutBatch:
+    batch = make_train_batch(lengths)
+    return RolloutBatch(
+        tokens=batch.tokens,
+        response_mask=batch.response_mask,
+        rollout_log_probs=batch.rollout_log_probs,
+        policy_versions=torch.zeros(len(lengths), 7, dtype=torch.int64),
+        group_ids=torch.arange(len(lengths)),
+        finished=torch.ones(len(lengths), dtype=torch.bool),
+        batch_size=[len(lengths)],
+    )
+
+
+def scored(lengths: list[int], rewards: torch.Tensor) -> ScoredStep:
+    return ScoredStep(make_train_batch(lengths), None, rewards, torch.zeros_like(rewards), None)
+
+
+def test_lengths_scores_and_clip_ratio_of_the_configured_limit() -> None:
+    lengths = [7, 2, 5, 4]
+    scores = torch.tensor([1.0, 0.0, 0.0, 3.0])
+    rewards = torch.zeros(4, 7)
+    rewards[:, 0] = scores - 1
+    metrics = batch_metrics(scored(lengths, rewards), scores, make_rollouts(lengths), 5, 100)
+    assert metrics["critic/rewards/mean"] == 0.0
+    assert metrics["critic/score/mean"] == 1.0
+    assert metrics["critic/score/max"] == 3.0
+    assert metrics["response_length/mean"] == 4.5
+    assert metrics["response_length/clip_ratio"] == 0.5
+    assert metrics["prompt_length/clip_ratio"] == 0.0
+    assert metrics["perf/total_num_tokens"] == sum(lengths) + (1 + 2 + 3 + 4)
+
+
+def test_the_gap_of_probabilities_against_numpy() -> None:
+    rollouts = make_rollouts([7, 2, 5])
+    proximal = rollouts.rollout_log_probs + 0.1 * torch.randn(
+        3, 7, generator=torch.Generator().manual_seed(1)
+    )
+    evaluations = PolicyEvaluations(
+        proximal_log_probs=proximal, entropies=torch.full((3, 7), 2.0), batch_size=[3]
+    )
+    metrics = policy_gap_metrics(rollouts, evaluations)
+    mask = rollouts.response_mask.numpy()
+    ours = np.exp(proximal.double().numpy()[mask])
+    theirs = np.exp(rollouts.rollout_log_probs.double().numpy()[mask])
+    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(np.abs(ours - theirs).mean())
+    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(np.abs(ours - theirs).max())
+    assert metrics["training/rollout_actor_probs_pearson_corr"] == pytest.approx(
+        np.corrcoef(ours, theirs)[0, 1]
+    )
+    assert metrics["actor/entropy"] == 2.0
+
+
+def test_equal_probabilities_give_no_nan() -> None:
+    rollouts = make_rollouts([2, 1])
+    constant = torch.where(rollouts.response_mask, -1.0, 0.0)
+    rollouts.rollout_log_probs = constant
+    evaluations = PolicyEvaluations(proximal_log_probs=constant, entropies=constant, batch_size=[2])
+    assert all(np.isfinite(value) for value in policy_gap_metrics(rollouts, evaluations).values())
+
+
+@pytest.mark.parametrize("sizes", [[0, 4, 2], [0, 0, 0]])
+def test_tokens_without_a_record_of_their_kept_set_are_counted(sizes: list[int]) -> None:
+    rollouts = make_rollouts([1, 1, 1])
+    rollouts.tokens.kept_counts = rollouts.response_mask * torch.tensor(sizes)[:, None]
+    metrics = batch_metrics(scored([1, 1, 1], torch.zeros(3, 7)), torch.zeros(3), rollouts, 5, 100)
+    assert metrics["kept_set/unrecorded_ratio"] == pytest.approx(sizes.count(0) / 3)
+
+
+def test_turns_and_tool_calls_where_there_are_tools() -> None:
+    lengths, zeros = [7, 2], torch.zeros(2, 7)
+    rollouts = make_rollouts(lengths)
+    metrics = batch_metrics(scored(lengths, zeros), torch.zeros(2), rollouts, 7, 100)
+    assert not [name for name in metrics if "turn" in name.split("/")[0] and "return" not in name]
+    rollouts.num_turns, rollouts.tool_calls = torch.tensor([6, 2]), torch.tensor([3, 0])
+    metrics = batch_metrics(scored(lengths, zeros), torch.zeros(2), rollouts, 7, 100)
+    assert [metrics[f"num_turns/{statistic}"] for statistic in ("mean", "max", "min")] == [4, 6, 2]
+    assert [metrics[f"tool_call_counts/{statistic}"] for statistic in ("mean", "max", "min")] == [1.5, 3, 0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_against_the_standard_library(seed: int) -> None:
+    train, rollout, mask = random_case(7, 6, seed)
+    p, q = ([math.exp(x) for x in log_probs[mask].tolist()] for log_probs in (train, rollout))
+    gaps = [abs(a - b) for a, b in zip(p, q, strict=True)]
+    train[~mask], rollout[~mask] = math.nan, -math.inf
+    assert probability_gap(train, rollout, mask) == pytest.approx(
+        {
+            "training/rollout_probs_diff_valid": 1.0,
+            "training/rollout_probs_diff_mean": statistics.fmean(gaps),
+            "training/rollout_probs_diff_max": max(gaps),
+            "training/rollout_probs_diff_std": statistics.pstdev(gaps),
+            "training/rollout_actor_probs_pearson_corr": statistics.correlation(p, q),
+        }
+    )
+
+
+def test_nothing_to_compare() -> None:
+    train, rollout, mask = rows()
+    assert probability_gap(train, rollout, torch.zeros_like(mask)) == {
+        "training/rollout_probs_diff_valid": 0.0
+    }
+    assert probability_gap(train[:0], rollout[:0], mask[:0]) == {"training/rollout_probs_diff_valid": 0.0}
+
+
+def test_constant_probabilities_have_no_correlation() -> None:
+    gap = probability_gap(torch.zeros(1, 3), torch.zeros(1, 3), torch.ones(1, 3))
+    assert "training/rollout_actor_probs_pearson_corr" not in gap
+    assert gap["training/rollout_probs_diff_max"] == 0.0

@@ -1,0 +1,168 @@
+"""Attention within packed sequences, by one kernel or on a grid; models that need another one are refused."""
+
+import inspect
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.varlen import varlen_attn
+from transformers import Qwen2Config
+from transformers.models.gemma2 import Gemma2Config
+from transformers.models.gemma3 import Gemma3TextConfig
+from transformers.models.gpt_oss import GptOssConfig
+from transformers.models.llama import LlamaConfig
+from transformers.models.mistral import MistralConfig
+from transformers.models.phi3 import Phi3Config
+from transformers.models.qwen3 import Qwen3Config
+from transformers.models.qwen3_next import Qwen3NextConfig
+
+from verl_rc.runtime.workers import attention
+from verl_rc.runtime.workers.attention import PackedLayout, attention_problem, packed_sdpa
+
+SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 0}
+
+
+@pytest.mark.parametrize(
+    ("config", "longest", "problem"),
+    [
+        (Qwen2Config(), 32_768, None),
+        (Qwen2Config(sliding_window=4096), 32_768, None),  # switched off
+        (Qwen2Config(**SLIDING), 4097, "sliding_window=4096 .* lower .* to 4096"),
+        (Qwen2Config(**SLIDING), 4096, None),
+        (Qwen3Config(), 32_768, None),
+        (LlamaConfig(), 32_768, None),
+        (MistralConfig(sliding_window=4096), 8192, "sliding_window=4096"),
+        (MistralConfig(sliding_window=4096), 4096, None),
+        (MistralConfig(sliding_window=None), 8192, None),
+        (Phi3Config(sliding_window=2047), 4096, "sliding_window=2047"),
+        (Gemma2Config(), 1024, "soft-capped"),
+        (Gemma3TextConfig(sliding_window=512), 1024, "sliding_window=512"),
+        (GptOssConfig(), 64, "sinks"),
+        (Qwen3NextConfig(), 64, "linear_attention"),
+    ],
+    ids=lambda value: type(value).__name__ if hasattr(value, "model_type") else str(value),
+)
+def test_attention_that_is_not_built_is_refused_by_name(
+    config: Any, longest: int, problem: str | None
+) -> None:
+    """E4."""
+    found = attention_problem(config, longest)
+    if problem is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert re.search(problem, found), found
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({}, False),
+        ({"sliding_window": 3}, False),
+        ({"sliding_window": 2}, True),
+        ({"softcap": 50.0}, True),
+        ({"s_aux": torch.zeros(1)}, True),
+    ],
+)
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_call_that_wants_more_is_refused(given: dict[str, Any], refused: bool, packed: bool) -> None:
+    """Of a model whose configuration did not say so."""
+    lengths = torch.tensor([3, 1])
+    layout = PackedLayout.from_lengths(lengths) if packed else None
+    query = torch.randn(1, 1, int(lengths.sum()) if packed else 3, 4)
+    arguments = (torch.nn.Identity(), query, query, query, None)
+    if refused:
+        with pytest.raises(ValueError, match="which is not built"):
+            packed_sdpa(*arguments, packed_layout=layout, **given)
+    else:
+        packed_sdpa(*arguments, packed_layout=layout, **given)
+
+
+LENGTHS = [3, 1, 7, 4]
+HEADS, KEY_HEADS, HEAD_DIM, SCALING = 4, 2, 8, 0.3
+
+
+def packed_parts(dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(1, heads, sum(LENGTHS), HEAD_DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    return [
+        torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for size in sizes
+    ]
+
+
+def attention_by_loop(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """``[N, heads, head_dim]``: every token looks at itself and what is before it in its own sequence."""
+    rows, start = [], 0
+    for length in LENGTHS:
+        for token in range(start, start + length):
+            of_heads = []
+            for head in range(HEADS):
+                shared = head // (HEADS // KEY_HEADS)
+                seen = slice(start, token + 1)
+                weights = (SCALING * key[0, shared, seen] @ query[0, head, token]).softmax(dim=0)
+                of_heads.append(weights @ value[0, shared, seen])
+            rows.append(torch.stack(of_heads))
+        start += length
+    return torch.stack(rows)
+
+
+def kernel_by_loop(*given: Any, **options: Any) -> Tensor:
+    """What torch says that its kernel computes, in plain steps; arguments are those of its real signature."""
+    call = inspect.signature(varlen_attn).bind(*given, **options)
+    call.apply_defaults()
+    one, rows = call.arguments, []
+    assert (one["cu_seq_q"].dtype, one["window_size"], one["enable_gqa"]) == (torch.int32, (-1, 0), True)
+    assert one["max_q"] == one["max_k"] == max(LENGTHS)
+    for begin, end in zip(one["cu_seq_q"][:-1], one["cu_seq_q"][1:], strict=True):
+        query, key, value = (one[name][begin:end].transpose(0, 1) for name in ("query", "key", "value"))
+        key, value = (part.repeat_interleave(HEADS // KEY_HEADS, dim=0) for part in (key, value))
+        later = torch.ones(end - begin, end - begin, dtype=torch.bool).triu(1)
+        scores = (one["scale"] * query @ key.transpose(1, 2)).masked_fill(later, -torch.inf)
+        rows.append((scores.softmax(dim=-1) @ value).transpose(0, 1))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("in_one_kernel", [False, True])
+def test_attention_stays_within_each_sequence(in_one_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By both ways, with gradients; the kernel itself runs on GPUs alone."""
+    monkeypatch.setattr(attention, "runs_flash_kernels", lambda _: in_one_kernel)
+    monkeypatch.setattr(attention, "varlen_attn", kernel_by_loop)
+    layout, found = PackedLayout.from_lengths(torch.tensor(LENGTHS)), []
+    for way in ("packed", "loop"):
+        parts = packed_parts(torch.float64)
+        if way == "packed":
+            output = packed_sdpa(torch.nn.Identity(), *parts, None, SCALING, packed_layout=layout)[0][0]
+        else:
+            output = attention_by_loop(*parts)
+        output.square().sum().backward()
+        found.append([output.detach(), *(part.grad for part in parts)])
+    for packed, expected in zip(*found, strict=True):
+        torch.testing.assert_close(packed, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_the_kernel_takes_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E2: torch's own shapes and gradients of the kernel, without its numbers."""
+    monkeypatch.setattr(attention, "runs_flash_kernels", lambda _: True)
+    boundaries = torch.tensor([0, 3, 4, 11, 15], dtype=torch.int32)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        parts = [
+            torch.empty(part.shape, dtype=torch.bfloat16, requires_grad=True)
+            for part in packed_parts(torch.bfloat16)
+        ]
+        index = torch.empty(sum(LENGTHS), dtype=torch.int64)
+        layout = PackedLayout(index, index, boundaries, len(LENGTHS), max(LENGTHS))
+        output, _ = packed_sdpa(torch.nn.Identity(), *parts, None, packed_layout=layout)
+        assert (output.shape, output.dtype) == ((1, sum(LENGTHS), HEADS, HEAD_DIM), torch.bfloat16)
+        output.sum().backward()
+        assert [part.grad is not None and part.grad.shape == part.shape for part in parts] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(8, torch.float32), (12, torch.bfloat16), (8, torch.bfloat16)]
+)
+def test_without_a_gpu_the_grid_is_used(head_dim: int, dtype: torch.dtype) -> None:
+    assert not attention.runs_flash_kernels(torch.empty(1, 1, 1, head_dim, dtype=dtype))

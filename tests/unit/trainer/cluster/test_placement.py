@@ -1,0 +1,190 @@
+"""A placement that the cluster can never give fails at once, before anything is reserved; Ray is a table."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from small_models import small_run_config
+
+from verl_rc.config.errors import ConfigError
+from verl_rc.runtime.distributed.child_process import RemoteError
+from verl_rc.trainer.cluster import placement
+from verl_rc.trainer.cluster.placement import plan_placement
+
+ROLLOUT = "actor_rollout_ref.rollout"
+SIZES = ("data.train_batch_size=12", "actor_rollout_ref.actor.ppo_mini_batch_size=12")
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """One node with these resources; nothing may be reserved."""
+    resources = {"CPU": 4.0}
+    monkeypatch.setattr(ray, "cluster_resources", lambda: resources)
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 1.0})
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": resources}])
+    monkeypatch.setattr(placement, "placement_group", lambda *_, **__: pytest.fail("something was reserved"))
+    return resources
+
+
+def test_too_few_gpus(cluster: dict[str, float], tmp_path: Path) -> None:
+    cluster["GPU"] = 1.0
+    config = small_run_config(tmp_path, "trainer.device=cuda", "trainer.n_gpus_per_node=2")
+    with pytest.raises(ConfigError, match=r"2 GPUs are needed.* the cluster has 1 on 1 nodes"):
+        plan_placement(config)
+
+
+def test_more_ranks_than_a_node_has_gpus(
+    cluster: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B6: with the number that fits."""
+    cluster["GPU"] = 14.0
+    nodes = [{"Alive": True, "Resources": {"CPU": 8.0, "GPU": gpus}} for gpus in (4.0, 6.0, 4.0)]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    config = small_run_config(
+        tmp_path, "trainer.device=cuda", "trainer.n_gpus_per_node=6", "trainer.nnodes=2", *SIZES
+    )
+    with pytest.raises(
+        ConfigError, match=r"6 on a node; the cluster has 14 on 3 nodes, 4 on each of the 2 largest"
+    ):
+        plan_placement(config)
+
+
+def test_engines_that_no_node_has_room_for(
+    cluster: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B6: three engines of four GPUs do not fit on two nodes of six beside each other."""
+    cluster["GPU"] = 13.0
+    nodes = [{"Alive": True, "Resources": {"CPU": 8.0, "GPU": gpus}} for gpus in (6.0, 6.0, 1.0)]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    own = ("actor_rollout_ref.hybrid_engine=False", f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=6")
+    config = small_run_config(
+        tmp_path, "trainer.device=cuda", *own, f"{ROLLOUT}.tensor_model_parallel_size=4"
+    )
+    with pytest.raises(
+        ConfigError, match=r"tensor_model_parallel_size=4 makes 3 engines, .* nodes hold 2\. Pass 3\."
+    ):
+        plan_placement(config)
+
+
+def test_shared_gpus_and_a_broadcast(cluster: dict[str, float], tmp_path: Path) -> None:
+    """B6: NCCL would refuse it when the first weights are sent."""
+    cluster["GPU"] = 8.0
+    backend = "actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast"
+    with pytest.raises(ConfigError, match="NCCL refuses two processes on one GPU"):
+        plan_placement(small_run_config(tmp_path, "trainer.device=cuda", backend))
+
+
+def test_the_gpus_of_a_reward_model_are_counted(cluster: dict[str, float], tmp_path: Path) -> None:
+    """B6: it would wait for them until the time to become ready is over."""
+    cluster["GPU"] = 2.0
+    judge = (
+        "reward.reward_model.enable=True",
+        "reward.reward_model.model_path=judge",
+        "reward.reward_model.n_gpus_per_node=1",
+    )
+    with pytest.raises(ConfigError, match=r"= 2 GPUs are needed and 1 for the reward model, .* has 2"):
+        plan_placement(small_run_config(tmp_path, "trainer.device=cuda", "trainer.n_gpus_per_node=2", *judge))
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_long_sequences_in_float32_on_a_gpu(device: str, cluster: dict[str, float], tmp_path: Path) -> None:
+    """E3: no fused kernel takes them, and all attention scores would be kept."""
+    cluster["GPU"] = 1.0
+    given = (
+        f"trainer.device={device}",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        "data.max_prompt_length=2000",
+    )
+    must = (
+        r"at most 2,048 tokens.* is 2,049. Pass actor_rollout_ref.actor.fsdp_config.dtype=bfloat16, or lower"
+    )
+    with pytest.raises(ConfigError, match=must):
+        plan_placement(small_run_config(tmp_path, *given, "data.max_response_length=49"))
+    with pytest.raises(pytest.fail.Exception, match="something was reserved"):
+        plan_placement(small_run_config(tmp_path, *given, "data.max_response_length=48"))
+
+
+@pytest.mark.usefixtures("cluster")
+def test_too_few_nodes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer.nnodes=2 nodes are needed, the cluster has 1"):
+        plan_placement(small_run_config(tmp_path, "trainer.nnodes=2"))
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_a_quantization_that_no_cpu_has(device: str, tmp_path: Path) -> None:
+    """With ``auto`` the device is known only now."""
+    with pytest.raises(
+        ConfigError, match=r"rollout.quantization=fp8 cannot be used on a CPU: .* use fp8_per_channel"
+    ):
+        plan_placement(
+            small_run_config(
+                tmp_path, f"trainer.device={device}", "actor_rollout_ref.rollout.quantization=fp8"
+            )
+        )
+
+
+@pytest.mark.usefixtures("cluster")
+def test_too_few_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "usable_cores", lambda: 1)
+    with pytest.raises(ConfigError, match="this process may use 1"):
+        plan_placement(small_run_config(tmp_path, "trainer.n_gpus_per_node=2"))
+
+
+@pytest.mark.usefixtures("cluster")
+def test_what_works_at_the_same_time_needs_cores_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = ["async_training.staleness_threshold=1", "async_training.partial_rollout=False"]
+    own = "actor_rollout_ref.hybrid_engine=False"
+    config = small_run_config(tmp_path, *whole, own, "algorithm.rollout_correction.preset=disabled")
+    monkeypatch.setattr(placement, "usable_cores", lambda: 1)
+    with pytest.raises(ConfigError, match="1 ranks and 1 engines were asked for, this process may use 1"):
+        plan_placement(config)
+    monkeypatch.setattr(placement, "usable_cores", lambda: 8)
+    assert placement._threads(config, "cpu", 1) == (4, 4)
+    assert (
+        placement._threads(config, "cuda", 1)
+        == placement._threads(small_run_config(tmp_path), "cpu", 1)
+        == (8, 8)
+    )
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(("hybrid", "threads"), [(True, (8, 8)), (False, (4, 4))])
+def test_steps_between_publications_overlap_with_sampling_on_devices_of_their_own_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hybrid: bool, threads: tuple[int, int]
+) -> None:
+    several = ["async_training.trigger_parameter_sync_step=2", "algorithm.rollout_correction.preset=disabled"]
+    config = small_run_config(tmp_path, *several, f"actor_rollout_ref.hybrid_engine={hybrid}")
+    monkeypatch.setattr(placement, "usable_cores", lambda: 8)
+    assert placement._threads(config, "cpu", 1) == threads
+    assert config.overlaps is not hybrid
+    monkeypatch.setattr(placement, "usable_cores", lambda: 1)
+    if not hybrid:
+        with pytest.raises(ConfigError, match=r"pass async_training\.trigger_parameter_sync_step=1"):
+            plan_placement(config)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_places_that_others_hold_are_waited_for_as_long_as_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+
+    class Group:
+        def ready(self) -> "Group":
+            return self
+
+    def wait(groups: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        waited.append(timeout)
+        return [], groups
+
+    monkeypatch.setattr(placement, "placement_group", lambda *_, **__: Group())
+    monkeypatch.setattr(ray, "wait", wait)
+    with pytest.raises(
+        RemoteError, match=r"found no free place within 7 s.*1 CPU.*trainer.ready_timeout_seconds"
+    ):
+        plan_placement(small_run_config(tmp_path, "trainer.ready_timeout_seconds=7"))
+    assert waited == [7.0]

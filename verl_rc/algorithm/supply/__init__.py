@@ -1,0 +1,1 @@
+"""Which groups are admitted, trained on and booked: pure."""

@@ -1,0 +1,1 @@
+"""Token records: what was computed for each token of a few rows."""

@@ -1,0 +1,25 @@
+"""vLLM's ``LLM``, from the options of an engine."""
+
+from typing import Any
+
+from vllm import LLM
+
+from verl_rc.runtime.exact.operations import device_module
+from verl_rc.runtime.rollout.vllm.options import VllmOptions
+
+
+def build_llm(options: VllmOptions, **further: Any) -> LLM:
+    """Build the engine with ``further`` keyword arguments.
+
+    Raises ``InexactError`` when this vLLM does not support exact mode.
+    """
+    if options.exact:
+        device_module("engine").use_trainer_operations()
+    return LLM(
+        model=options.model_path,
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        disable_log_stats=True,
+        **further,
+        **options.arguments,
+    )

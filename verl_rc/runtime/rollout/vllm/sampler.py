@@ -1,0 +1,254 @@
+"""vLLM: a sampler for the step loop, whose weights and memory the engine asks for."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.inputs import tokens_input
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import FinishReason
+
+from verl_rc.records.parts import UNKNOWN, Part, Sample, context, num_since_sampled, num_tokens
+from verl_rc.runtime.rollout.conversation import AnsweredSample, Conversations, OpenSamples
+from verl_rc.runtime.rollout.engine import EngineFacts, MemoryTag, QueuedSample
+from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions, next_seed
+from verl_rc.runtime.rollout.vllm import engine_worker, receiver
+from verl_rc.runtime.rollout.vllm.adapters import REQUEST, adapter_arguments
+from verl_rc.runtime.rollout.vllm.fp8_products import require_fp8_cache
+from verl_rc.runtime.rollout.vllm.kept_sets import kept_sets
+from verl_rc.runtime.rollout.vllm.llm import build_llm
+from verl_rc.runtime.rollout.vllm.options import VllmOptions
+from verl_rc.runtime.rollout.vllm.output import expert_lists, parts_of_output
+from verl_rc.runtime.rollout.vllm.process_cleanup import unlink_shared_memory
+from verl_rc.runtime.weight_sync.manifest import Manifest
+from verl_rc.runtime.weight_sync.proof import LoadReceipt
+from verl_rc.runtime.weight_sync.shared_bucket import BucketHandle
+
+
+@dataclass(frozen=True)
+class _VllmRequest:
+    """A request that vLLM is decoding."""
+
+    internal_id: str
+    """vLLM's own name of it."""
+    first_version: int
+    """Version of the weights when it began."""
+    num_top_tokens: int
+    """Most likely tokens that vLLM reports beside each sampled token."""
+    num_unrecorded: int
+    """Positions of its context whose experts come with its first token; 0: experts are not recorded."""
+
+
+class VllmSampler:
+    """The one object that holds vLLM's ``LLM``; only the thread of the step loop touches it."""
+
+    def __init__(self, options: VllmOptions) -> None:
+        """Build vLLM; weights come with the first update. Raises ``ValueError`` for a cache in fp8 that this
+        CPU cannot have."""
+        if current_platform.is_cpu() and options.arguments.get("kv_cache_dtype", "auto") != "auto":
+            require_fp8_cache()
+        self.version = UNKNOWN
+        """Version of the weights that the engine holds."""
+        self._keeps_cache = options.on_update == "keep"
+        self._adapter = REQUEST if options.adapter_rank else None
+        """The adapter of every request."""
+        self._open = OpenSamples(
+            None if options.conversation is None else Conversations.from_options(options.conversation)
+        )
+        """Samples, without the tokens that vLLM has not returned."""
+        self._requests: dict[int, _VllmRequest] = {}
+        """Requests in vLLM, by the keys of their samples."""
+        self._llm = build_llm(
+            options,
+            # vLLM's default is raw_logprobs, from before temperature, top-k and top-p. A ratio needs the
+            # probability under the distribution that was sampled from.
+            logprobs_mode="processed_logprobs",
+            weight_transfer_config=WeightTransferConfig(backend=receiver.BACKEND_NAME),
+            # A name, not the class: with tensor parallelism vLLM imports it in processes of its own.
+            worker_extension_cls=f"{engine_worker.__name__}.{engine_worker.EngineWorkerExtension.__name__}",
+            **(adapter_arguments(options.adapter_rank) if options.adapter_rank else {}),
+        )
+        # Once the constructor returns, all processes of the engine have mapped what they share.
+        self._llm.collective_rpc("unlink_shared_memory")
+        unlink_shared_memory()
+        # vLLM would queue further requests itself, and a later one with priority could not overtake them.
+        self.capacity: int = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
+        self._vocabulary_size: int = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
+
+    def begin(self, key: int, sample: QueuedSample) -> "Future[AnsweredSample] | None":
+        """See ``Sampler``; raises ``ValueError`` when the sample does not fit the model's length."""
+        so_far, reply = self._open.begin(key, sample)
+        if reply is not None:
+            return reply
+        request = sample.request
+        # The salt keeps a prompt from cached blocks that older weights computed.
+        salt = str(self.version) if self._keeps_cache else None
+        token_ids = context(request.prompt_token_ids, so_far.parts)
+        parameters = sampling_parameters(request, sample.options, so_far, self._vocabulary_size)
+        num_unrecorded = 0
+        if sample.options.records_experts:
+            num_unrecorded = num_since_sampled(request.prompt_token_ids, so_far.parts)
+            parameters.routed_experts_prompt_start = len(token_ids) - num_unrecorded
+        internal_id = self._llm.llm_engine.add_request(
+            str(key), tokens_input(token_ids, cache_salt=salt), parameters, lora_request=self._adapter
+        )
+        self._requests[key] = _VllmRequest(
+            internal_id, self.version, parameters.logprobs or 0, num_unrecorded
+        )
+        return None
+
+    def step(self) -> "list[tuple[int, Sample | Exception | Future[AnsweredSample]]]":
+        """See ``Sampler``. An error in vLLM's output takes the place of the sample."""
+        ended: list[tuple[int, Sample | Exception | Future[AnsweredSample]]] = []
+        for request_output in self._llm.llm_engine.step():
+            if not request_output.finished:
+                continue
+            key, output = int(request_output.request_id), request_output.outputs[0]
+            try:
+                parts = self._parts(key, output)
+            except (ValueError, RuntimeError) as error:
+                self._open.drop(key)
+                ended.append((key, error))
+            else:  # the other reason is "length"
+                ended.append((key, self._open.end_turn(key, parts, output.finish_reason == "stop")))
+            del self._requests[key]
+        return ended
+
+    def proceed(self, key: int, answered: AnsweredSample) -> Sample | None:
+        """See ``Sampler``: ``answered`` has the environment's reply."""
+        return self._open.proceed(key, answered)
+
+    def cut(self, keys: Sequence[int]) -> None:
+        """See ``Sampler``. Raises like ``parts_of_output``."""
+        for key, parts in {key: self._decoded_parts(key) for key in keys}.items():
+            self._open.extend(key, parts)
+        self._llm.llm_engine.abort_request([str(key) for key in keys])
+        for key in keys:
+            del self._requests[key]
+
+    def drop(self, keys: Sequence[int]) -> None:
+        """See ``Sampler``."""
+        self._llm.llm_engine.abort_request([str(key) for key in keys if key in self._requests])
+        for key in keys:
+            self._requests.pop(key, None)
+            self._open.drop(key)
+
+    def so_far(self, key: int) -> Sample | None:
+        """See ``Sampler``. Raises like ``parts_of_output``."""
+        if key not in self._requests:
+            return self._open.get(key)
+        return self._open.extended(key, self._decoded_parts(key))
+
+    def _decoded_parts(self, key: int) -> list[Part]:
+        """The parts that a request has decoded, while it stays in vLLM."""
+        # vLLM's asynchronous engine makes the same output when it aborts a request.
+        state = self._llm.llm_engine.output_processor.request_states[self._requests[key].internal_id]
+        output = state.make_request_output([], None, FinishReason.ABORT, None)
+        assert output is not None
+        return self._parts(key, output.outputs[0])
+
+    def _parts(self, key: int, output: Any) -> list[Part]:
+        request, number = self._requests[key], self._open[key].number
+        columns = {}
+        if request.num_top_tokens:
+            columns["kept"] = kept_sets(
+                output.token_ids, output.logprobs, number, request.num_top_tokens, self._vocabulary_size
+            )
+        if request.num_unrecorded and output.token_ids:
+            columns["experts"] = expert_lists(
+                output.routed_experts, request.num_unrecorded, len(output.token_ids), number
+            )
+        return parts_of_output(output, (request.first_version, self.version), number, columns)
+
+    def weight_receiver(self) -> receiver.WeightReceiver:
+        """The receiver of weight updates; it is in this process only without tensor parallelism."""
+        engine = self._llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine
+        assert isinstance(engine, receiver.WeightReceiver)
+        return engine
+
+    def join_transfer(self, address: receiver.ReceiverAddress) -> None:
+        """Let every worker join the transfer group."""
+        self._llm.init_weight_transfer_engine({"init_info": vars(address)})
+
+    def begin_update(self) -> None:
+        """Make the model loadable."""
+        self._llm.start_weight_update()
+
+    def load(self, source: tuple[Manifest, int] | list[receiver.Bucket] | BucketHandle) -> None:
+        """Load from the ``source`` of a ``receiver.ReceiveRequest``."""
+        self._llm.update_weights({"update_info": {"source": source}})
+
+    def finish_update(self, version: int) -> None:
+        """End a weight update as ``version``."""
+        self._llm.finish_weight_update(str(version))
+        # After the weights: vLLM forgets adapters when weights are replaced.
+        if self._adapter is not None:
+            self._llm.collective_rpc("apply_adapter")
+        self.version = version
+        # The next request must find no blocks of the old weights.
+        if not self._keeps_cache:
+            self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Drop cached prefixes: vLLM keeps those of the old weights over an update."""
+        # vLLM returns False, and keeps the cache, while a request still holds blocks of it.
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError(
+                "the engine's prefix cache must be empty after a weight update, but vLLM refused to reset it."
+            )
+
+    def receipts(self) -> list[LoadReceipt]:
+        """A receipt per worker of the last update."""
+        receipts: list[LoadReceipt] = self._llm.collective_rpc("weight_sync_receipt")
+        return receipts
+
+    def device_keys(self) -> list[str]:
+        """The device of each worker."""
+        keys: list[str] = self._llm.collective_rpc("weight_sync_device")
+        return keys
+
+    def facts(self) -> EngineFacts:
+        """The block size of the KV cache, and the implementation of fp8 products, if a layer has any."""
+        fp8_products = self._llm.collective_rpc("fp8_products")[0]
+        return EngineFacts(
+            self._llm.llm_engine.vllm_config.cache_config.block_size,
+            {} if fp8_products is None else {"fp8 products": fp8_products},
+        )
+
+    def sleep(self) -> None:
+        """Free the memory of weights and KV cache."""
+        # Level 1 copies the weights to host memory. Without an adapter the next update replaces them.
+        self._llm.sleep(level=2 if self._adapter is None else 1)
+
+    def wake_up(self, tags: Sequence[MemoryTag]) -> None:
+        """Take memory again."""
+        self._llm.wake_up(list(tags))
+
+
+def sampling_parameters(
+    request: GenerationRequest, options: SamplingOptions, so_far: Sample, vocabulary_size: int
+) -> SamplingParams:
+    """vLLM's parameters of a request that continues ``so_far``: its output has token ids and log-probs, no
+    text, and comes once, at the end."""
+    return SamplingParams(
+        seed=next_seed(request.seed, so_far.parts),
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        max_tokens=request.limit(options) - num_tokens(so_far.parts),
+        # vLLM's ignore_eos covers the model's EOS, not the tokens listed here.
+        stop_token_ids=[] if options.ignore_eos else list(options.stop_token_ids),
+        ignore_eos=options.ignore_eos,
+        # The most likely tokens show which set a filter has kept; greedy sampling has no filter. Flat lists
+        # of numbers replace vLLM's dict and object for each token, which the garbage collector has to walk.
+        logprobs=min(options.max_kept_tokens, vocabulary_size) if options.temperature > 0 else 0,
+        flat_logprobs=True,
+        detokenize=False,
+        # The default returns every running request at every step.
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

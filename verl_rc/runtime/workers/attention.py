@@ -1,0 +1,192 @@
+"""Attention within packed sequences, as transformers calls it, and which models it cannot serve."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+
+from verl_rc.runtime.distributed.sequence_parallel import SequenceParallel
+
+PACKED_ATTENTION = "verl_rc_packed_sdpa"
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """The boundaries of packed sequences, and the places of their tokens in a padded grid ``[num_sequences,
+    max_length]``."""
+
+    grid_index: Tensor
+    """int64 ``[N]``: ``row * max_length + position`` of every packed token."""
+    position_ids: Tensor
+    """int64 ``[N]``: position of every packed token within its sequence, from 0."""
+    boundaries: Tensor
+    """int32 ``[num_sequences + 1]``: packed position at which each sequence begins; the last is N."""
+    num_sequences: int
+    max_length: int
+    ranks: SequenceParallel | None = None
+    """The ranks that share the tokens. None if this rank has all of them."""
+
+    @classmethod
+    def from_lengths(cls, lengths: Tensor, ranks: SequenceParallel | None = None) -> "PackedLayout":
+        """Lay out sequences of ``lengths`` (int64 ``[S]``, tokens, each at least 1) one after the other."""
+        if lengths.ndim != 1 or lengths.numel() == 0 or int(lengths.min()) < 1:
+            raise ValueError(f"packing needs a list of sequence lengths >= 1, got {lengths.tolist()}.")
+        num_sequences, max_length = lengths.numel(), int(lengths.max())
+        rows = torch.repeat_interleave(torch.arange(num_sequences, device=lengths.device), lengths)
+        boundaries = F.pad(lengths.cumsum(0), (1, 0))
+        positions = torch.arange(rows.numel(), device=lengths.device) - boundaries[rows]
+        return cls(
+            rows * max_length + positions, positions, boundaries.int(), num_sequences, max_length, ranks
+        )
+
+
+def packed_sdpa(  # noqa: PLR0913  (the signature transformers calls)
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packed_layout: PackedLayout | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Causal attention within each packed sequence.
+
+    ``query``, ``key``, ``value`` are ``[1, heads, N, head_dim]`` over packed tokens, or over this rank's part
+    of them. Without a layout it is plain causal attention over rows that are padded on the right, where no
+    real token sees padding. The signature is that of transformers' ``AttentionInterface``.
+
+    Raises ``ValueError`` when ``sliding_window``, ``softcap`` or sinks (``s_aux``) would change the result:
+    they are not built.
+    """
+    longest = query.shape[2] if packed_layout is None else packed_layout.max_length
+    if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < longest):
+        raise ValueError(
+            f"{type(module).__name__} wants attention with sliding_window={sliding_window}, "
+            f"softcap={softcap} or sinks for sequences of {longest} tokens, which is not built. Train "
+            "another model, or shorter sequences."
+        )
+    if packed_layout is None:
+        # With one query position is_causal would mask all keys but the first.
+        causal = attention_mask is None and query.shape[2] > 1
+        output = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout,
+            is_causal=causal,
+            scale=scaling,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
+        return output.transpose(1, 2).contiguous(), None
+    ranks = packed_layout.ranks
+    count = packed_layout.grid_index.numel()
+    if ranks is not None:
+        query, key, value = (part[:, :, :count] for part in ranks.heads_of_all_tokens(query, key, value))
+    if runs_flash_kernels(query) and not dropout:
+        attended = _in_one_kernel(query, key, value, packed_layout, scaling)
+    else:
+        attended = _on_grid(query, key, value, packed_layout, scaling, dropout)
+    return attended if ranks is None else ranks.tokens_of_all_heads(attended), None
+
+
+def runs_flash_kernels(query: Tensor) -> bool:
+    """Whether FlashAttention's kernel for packed sequences accepts this tensor."""
+    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    head_dim = query.shape[-1]
+    return head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def _in_one_kernel(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None
+) -> Tensor:
+    """Attention ``[1, N, heads, head_dim]`` by one kernel, without padding."""
+    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+    # The window of a token: every token to its left, none to its right.
+    attended = varlen_attn(
+        query,
+        key,
+        value,
+        layout.boundaries,
+        layout.boundaries,
+        layout.max_length,
+        layout.max_length,
+        scale=scaling,
+        window_size=(-1, 0),
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    assert isinstance(attended, Tensor)  # it is a pair only with return_aux
+    return attended[None]
+
+
+def _on_grid(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, dropout: float
+) -> Tensor:
+    """Attention ``[1, N, heads, head_dim]`` over sequences padded to the longest."""
+    rows, width, index = layout.num_sequences, layout.max_length, layout.grid_index
+
+    # This took a third of the time of a block mask over all packed tokens, whose cost grows with the square
+    # of their number.
+    def to_grid(packed: Tensor) -> Tensor:
+        heads, head_dim = packed.shape[1], packed.shape[3]
+        # index_copy and index_select have gradients and need no size from the device.
+        grid = packed.new_zeros(rows * width, heads, head_dim).index_copy(0, index, packed[0].transpose(0, 1))
+        return grid.view(rows, width, heads, head_dim).transpose(1, 2)
+
+    grouped = key.shape[1] != query.shape[1]
+    output = F.scaled_dot_product_attention(
+        to_grid(query),
+        to_grid(key),
+        to_grid(value),
+        dropout_p=dropout,
+        is_causal=True,
+        scale=scaling,
+        enable_gqa=grouped,
+    )
+    flat = output.transpose(1, 2).reshape(rows * width, output.shape[1], output.shape[3])
+    return flat.index_select(0, index)[None]
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_sdpa)
+
+
+def attention_problem(config: Any, longest: int) -> str | None:
+    """Why a model with this ``config.json`` cannot be trained on sequences of ``longest`` tokens, or None.
+
+    Its attention must be full and causal: no window that is shorter, no soft cap, no sinks, no other kind of
+    layer.
+    """
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    window = getattr(text, "sliding_window", None)
+    slides = "sliding_attention" in kinds or not hasattr(text, "layer_types")
+    unsupported = sorted(kinds - {"full_attention", "sliding_attention"})
+    if text.model_type in _WITH_SINKS:
+        return "its attention has sinks, which are not built"
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        return (
+            f"its attention is soft-capped (attn_logit_softcapping={text.attn_logit_softcapping:g}), which "
+            "is not built"
+        )
+    if unsupported:
+        return f"it has layers of kind {', '.join(unsupported)}, which are not built"
+    if window is not None and slides and window < longest:
+        return (
+            f"its attention looks back sliding_window={window} tokens, which is not built, and sequences "
+            f"have up to {longest}: lower data.max_prompt_length + data.max_response_length to {window}"
+        )
+    return None
+
+
+_WITH_SINKS = {"gpt_oss"}
+"""Values of ``model_type``."""

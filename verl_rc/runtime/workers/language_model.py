@@ -1,0 +1,178 @@
+"""Loading a transformer with a language-model or value head."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from verl_rc.config.models import model_source, torch_name
+from verl_rc.config.run import FSDP_SECTIONS, RunConfig
+from verl_rc.runtime.distributed.fsdp import cut_parameters
+from verl_rc.runtime.distributed.process_group import DeviceMesh
+from verl_rc.runtime.workers.attention import PACKED_ATTENTION, attention_problem
+from verl_rc.runtime.workers.experts import experts_problem
+from verl_rc.runtime.workers.operations import Operations
+from verl_rc.runtime.workers.scoring_head import add_scoring
+
+_NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
+"""This environment variable keeps transformers from reading weights in several threads."""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a precision: ``fp32``, ``bf16``, ``fp16``, or torch's own name."""
+    dtype: torch.dtype = getattr(torch, torch_name(name))
+    return dtype
+
+
+def load_causal_lm(
+    path: str,
+    dtype: torch.dtype,
+    gradient_checkpointing: bool = False,
+    trust_remote_code: bool = False,
+    mesh: DeviceMesh | None = None,
+    head_dtype: str | None = None,
+    operations: Operations = Operations(),  # noqa: B008  (it cannot be changed)
+) -> nn.Module:
+    """Load a Hugging Face causal language model that takes packed input and scores tokens, with logits in
+    ``head_dtype`` (None: ``dtype``), by ``operations``.
+
+    With ``mesh``, each rank reads its shards alone, and ``shard_model`` must follow before a forward pass.
+
+    Raises ``ValueError`` when ``path`` looks like a folder but holds no model, or when the logits are not
+    computed by a linear layer.
+    """
+    source, arguments = _model_source(path, dtype, trust_remote_code)
+    arguments["attn_implementation"] = operations.attention
+    with _reading_shards(mesh) as sharding:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(source, **arguments, **sharding)
+    precision = None if head_dtype is None else torch_dtype(head_dtype)
+    model = add_scoring(_with_checkpointing(model, gradient_checkpointing), precision, operations.score)
+    return operations.exchange_layers(model)
+
+
+def load_value_model(
+    path: str,
+    dtype: torch.dtype,
+    gradient_checkpointing: bool = False,
+    trust_remote_code: bool = False,
+    mesh: DeviceMesh | None = None,
+) -> nn.Module:
+    """Load a transformer with a scalar head, whose output at a position is the value before the next token.
+
+    A language model without a value head gets one of zeros, so that its first values are 0 instead of noise.
+    ``mesh`` as in ``load_causal_lm``. Raises ``ValueError`` when ``path`` holds no model, or one whose head
+    has more than one output.
+    """
+    source, arguments = _model_source(path, dtype, trust_remote_code)
+    config = arguments["config"]
+    # Dropout would give old and new values of the same weights different numbers.
+    config.num_labels, config.classifier_dropout = 1, 0.0
+    try:
+        with _reading_shards(mesh) as sharding:
+            model, loading = AutoModelForTokenClassification.from_pretrained(
+                source, output_loading_info=True, **arguments, **sharding
+            )
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            "critic.model.path must be a language model, or one with a value head of one output, got "
+            f"{path!r}: {error}"
+        ) from error
+    head = model.get_submodule("score")
+    # transformers initialises a missing head at random, and says so only in a warning.
+    if any(name.startswith("score.") for name in loading["missing_keys"]):
+        for parameter in head.parameters():
+            nn.init.zeros_(parameter)
+    return _with_checkpointing(model, gradient_checkpointing)
+
+
+@contextmanager
+def _reading_shards(mesh: DeviceMesh | None) -> Iterator[dict[str, Any]]:
+    """Arguments with which ``from_pretrained`` reads only this rank's shards into memory; none without a
+    ``mesh``.
+
+    transformers builds a model without weights, calls ``maybe_distribute_model``, and then reads this rank's
+    shard of each tensor. Its own method is replaced: it needs a plan from the model's class and supports no
+    adapters.
+    """
+    if mesh is None:
+        yield {}
+        return
+
+    def cut(_: type, model: Any, *__: Any) -> Any:
+        cut_parameters(model, mesh)
+        del model.config.distributed_config
+        return model
+
+    with ExitStack() as undo:
+        # PreTrainedModel inherits the method, so that deleting the attribute restores it.
+        patched: Any = PreTrainedModel
+        patched.maybe_distribute_model = classmethod(cut)
+        undo.callback(delattr, patched, "maybe_distribute_model")
+        # One thread reads: the memory that several threads have freed is not given back.
+        if _NO_THREADS not in os.environ:
+            os.environ[_NO_THREADS] = "1"
+            undo.callback(os.environ.pop, _NO_THREADS)
+        yield {"distributed_config": DistributedConfig()}
+
+
+def unsupported_model(config: RunConfig, path: str, trust_remote_code: bool) -> str | None:
+    """Why the model at ``path`` cannot be trained or score as a frozen policy, by the attention and experts
+    in its ``config.json``; None when it can."""
+    policy = config.actor_rollout_ref
+    trained = {
+        "actor": policy.model.path,
+        "critic": config.critic.model.path,
+        **{role: frozen.model_path for role, frozen in config.frozen_policies.items()},
+    }
+    if path not in trained.values():
+        return None
+    source = AutoConfig.from_pretrained(model_source(path), trust_remote_code=trust_remote_code)
+    problems = [
+        attention_problem(source, config.longest_sequence),
+        experts_problem(config, path, source),
+    ]
+    for role, size in config.sequence_parallel_sizes.items():
+        if (
+            trained[role] == path
+            and size > 1
+            and (heads := source.get_text_config().num_attention_heads) % size
+        ):
+            largest = max(
+                count for count in range(1, size) if heads % count == 0 and config.num_ranks % count == 0
+            )
+            problems.append(
+                f"{FSDP_SECTIONS[role]}.ulysses_sequence_parallel_size={size} must divide its {heads} "
+                f"attention heads: pass {largest}, and lengths whose part of a row then fits"
+            )
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _model_source(path: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:
+    source = model_source(path)
+    if path.startswith((".", "/", "~")) and not (Path(source) / "config.json").is_file():
+        raise ValueError(
+            f"a model's path must be a Hugging Face model folder with a config.json, got {path!r}. Give the "
+            "folder of a model (scripts/make_tiny_model.py writes a small one) or a hub id."
+        )
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    arguments = {
+        "config": config,
+        "dtype": dtype,
+        "attn_implementation": PACKED_ATTENTION,
+        "trust_remote_code": trust_remote_code,
+    }
+    return source, arguments
+
+
+def _with_checkpointing(model: nn.Module, enabled: bool) -> nn.Module:
+    if enabled:
+        checkpointed: Any = model
+        # PyTorch's reentrant checkpoints need an input with a gradient, which LoRA's frozen embeddings lack.
+        checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model

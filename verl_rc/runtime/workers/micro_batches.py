@@ -1,0 +1,139 @@
+"""The loops over a rank's micro-batches that all workers share, with and without gradient, and the exact
+totals of their objectives."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from verl_rc.algorithm.ppo.objective import Objective
+from verl_rc.metrics import Mean, Metric, Reduction
+from verl_rc.records.batches import CriticBatch, TokenBatch, TrainBatch
+from verl_rc.records.optimizer_step import OptimizerStep, Outcome
+from verl_rc.records.ragged import Ragged, Record
+from verl_rc.runtime.workers.sharded_model import LearningModel
+
+
+class ObjectiveTotals:
+    """Sums of the metrics of all micro-batches of an update, divided once, at the end."""
+
+    def __init__(self, role: str) -> None:
+        """``role``: ``actor`` or ``critic``."""
+        self._role = role
+        self._terms: dict[str, Tensor] = {}
+        self._averages: dict[str, Mean[Tensor]] = {}
+        self.steps: list[OptimizerStep] = []
+        """Every optimizer step so far."""
+
+    def add(self, objective: Objective) -> None:
+        """Add one micro-batch."""
+        for name, share in objective.terms.items():
+            # Detached: the graph of every micro-batch would stay in memory until the update ends.
+            term = share.detach().double()
+            self._terms[name] = self._terms[name] + term if name in self._terms else term
+        for name, mean in objective.averages.items():
+            self._averages[name] = self._averages[name] + mean if name in self._averages else mean
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps that changed the weights so far."""
+        return self._count("trained")
+
+    def _count(self, outcome: Outcome) -> int:
+        return sum(step.outcome == outcome for step in self.steps)
+
+    def metrics(self, is_first_rank: bool) -> list[Metric]:
+        """Metric records whose reduction over ranks is exact; losses are means over optimizer steps, without
+        mini-batches that were skipped. Gradient norms are equal on all ranks and come from the first."""
+        sums = [part for mean in self._averages.values() for part in (mean.total, mean.count)]
+        # One copy from the device for all metrics of an update.
+        flat = [*self._terms.values(), *sums]
+        num_steps = max(len(self.steps), 1)
+        values = iter(torch.stack([value.double() for value in flat]).tolist() if flat else [])
+        records = [Metric(name, next(values) / num_steps, Reduction.SUM) for name in self._terms]
+        records += [Metric(name, Mean(next(values), next(values))) for name in self._averages]
+        # The norm is over the shards of all ranks, so that every rank has the same number.
+        if is_first_rank:
+            records += [
+                Metric(f"{self._role}/grad_norm", step.grad_norm)
+                for step in self.steps
+                if step.outcome != "overflow"
+            ]
+            records.append(
+                Metric(f"{self._role}/nonfinite_gradients", self._count("nonfinite"), Reduction.SUM)
+            )
+            if self.steps and (scale := self.steps[-1].loss_scale) is not None:
+                records.append(Metric(f"{self._role}/loss_scale", scale, Reduction.LAST))
+                records.append(
+                    Metric(f"{self._role}/overflowed_updates", self._count("overflow"), Reduction.SUM)
+                )
+        return records
+
+
+Batch = TypeVar("Batch", TrainBatch, CriticBatch)
+MicroBatches = Sequence[Sequence[int]]
+
+
+def score_sequences(
+    tokens: TokenBatch,
+    micro_batches: MicroBatches,
+    score: Callable[[TokenBatch], Sequence[Tensor]],
+    device: torch.device,
+) -> list[Tensor]:
+    """Results of ``score`` for the response tokens, float32 ``[B, R, …]`` each, on the CPU, without gradient.
+
+    For an empty micro-batch row 0 is scored and the result dropped: FSDP needs all ranks in every forward
+    pass.
+    """
+    results: list[Tensor] = []
+    with torch.no_grad():
+        for rows in micro_batches:
+            part = on_device(Ragged.from_record(tokens, list(rows) or [0]).padded(), device)
+            scores = score(part)
+            results = results or [
+                torch.zeros(*tokens.responses.shape, *values.shape[2:]) for values in scores
+            ]
+            for result, values in zip(results, scores, strict=True):
+                if rows:
+                    # Padding of one token, where no row has a response, may be wider than the batch.
+                    result[list(rows), : values.shape[1]] = values.float().cpu()[:, : result.shape[1]]
+    return results
+
+
+def select_sequences(batch: Batch, rows: Sequence[int], device: torch.device) -> Batch:
+    """Rows of a batch on the device, padded to the longest of them; for an empty micro-batch row 0 with
+    nothing in its masks."""
+    part = on_device(Ragged.from_record(batch, list(rows) or [0]).padded(), device)
+    if not rows:
+        # An empty mask gives a loss of 0 with a graph: backward runs, and its collectives match.
+        part.response_mask = torch.zeros_like(part.response_mask)
+        if isinstance(part, TrainBatch):
+            part.loss_mask = torch.zeros_like(part.loss_mask)
+    return part
+
+
+def accumulate_gradients(
+    model: LearningModel,
+    micro_batches: MicroBatches,
+    compute_objective: Callable[[Sequence[int]], Objective],
+    world_size: int,
+    totals: ObjectiveTotals,
+) -> None:
+    """Forward and backward over this rank's micro-batches; gradients are reduced over ranks in the last one,
+    or in each.
+
+    Losses are shares of a sum, and FSDP averages gradients over ranks: each loss is multiplied by the number
+    of ranks.
+    """
+    for index, rows in enumerate(micro_batches):
+        # One reduction at the end saves transfers; until then each rank holds full gradients.
+        model.set_gradient_sync(index == len(micro_batches) - 1)
+        objective = compute_objective(rows)
+        model.backward(objective.loss * world_size)
+        totals.add(objective)
+
+
+def on_device(record: Record, device: torch.device) -> Record:
+    """The record on ``device``; itself when it is there."""
+    return record if device.type == "cpu" else cast(Record, record.to(device))

@@ -1,0 +1,425 @@
+"""The group of all engines: distributes requests and returns samples in the order of the requests."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from verl_rc.metrics.trace import TRACE
+from verl_rc.records.parts import Sample
+from verl_rc.runtime.distributed.child_process import HangError, ProcessLostError, RemoteError
+from verl_rc.runtime.rollout.engine import EngineFacts, EngineOptions, Interrupted, QueuedSample
+from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.runtime.weight_sync.manifest import Manifest
+from verl_rc.runtime.weight_sync.proof import LoadReceipt
+from verl_rc.runtime.weight_sync.shared_bucket import BucketHandle
+from verl_rc.runtime.weight_sync.transfer_group import TransferAddress, TransferBrokenError
+from verl_rc.runtime.workers.environment import engine_environment
+from verl_rc.trainer.cluster.engine_work import EngineWork, Request, num_unfinished
+from verl_rc.trainer.cluster.placement import Placement
+from verl_rc.trainer.cluster.remote import Pending, RemoteProcess, as_completed, wait_for_all
+
+_TIMEOUT_KEY = "actor_rollout_ref.rollout.engine_timeout_seconds"
+_START_TIMEOUT_KEY = "trainer.ready_timeout_seconds"
+_GRACE_SECONDS = 10.0
+"""Time for a live process to notice that a process it communicates with has died."""
+_SLOTS = 2
+"""Concurrent calls of an engine's process: one may wait for samples while another updates the weights."""
+
+
+class EnginesLostError(RemoteError):
+    """Some engines died or hang; the others are unchanged."""
+
+    def __init__(self, lost: Mapping[int, RemoteError], answered: Mapping[int, Any]) -> None:
+        """The errors of the lost engines, and the answers of the others, by engine."""
+        super().__init__("; ".join(dict.fromkeys(str(lost[engine]) for engine in sorted(lost))))
+        self.engines = sorted(lost)
+        self.answered = dict(answered)
+
+
+EngineReplacer = Callable[[EnginesLostError], None]
+"""Replaces the lost engines and sends weights to all engines, or raises."""
+
+
+class EngineGroup:
+    """All engines of a run, each behind the protocol ``Engine``.
+
+    Methods that raise ``EnginesLostError`` can be called again after ``replace``, opening the weight
+    transport again and another update of all weights.
+    """
+
+    def __init__(self, placement: Placement, rank_devices: Sequence[str] = ()) -> None:
+        """Start one process per engine; ``build`` creates the engine in it.
+
+        ``rank_devices``: the GPU of each trainer rank, when engines share them. Such an engine reserves no
+        GPU from Ray, which cannot assign GPUs of several bundles to one actor; it uses the GPUs of its ranks.
+        """
+        environment = engine_environment(placement.engine_threads, placement.device, placement.one_node)
+        shares = placement.shares_devices and placement.device == "cuda"
+        self._engines = []
+        for index, place in enumerate(placement.engine_places):
+            devices = ",".join(rank_devices[rank] for rank in placement.ranks_beside(index)) if shares else ""
+            process_environment = {**environment, "CUDA_VISIBLE_DEVICES": devices} if shares else environment
+            slots = {"max_concurrency": _SLOTS, **place.options(reserve_gpu=not shares)}
+            self._engines.append(RemoteProcess(f"rollout engine {index}", process_environment, **slots))
+        self._work = EngineWork(len(self._engines))
+        self._replaced: set[int] = set()
+        """Replaced engines that have not yet received the unfinished samples of their predecessors."""
+        self._submissions: list[dict[int, Pending]] = []
+        """Calls of ``submit`` whose answer is still to come."""
+        self._process_group_backend = "gloo" if placement.device == "cpu" else "nccl"
+
+    @property
+    def num_engines(self) -> int:
+        """Number of engines."""
+        return len(self._engines)
+
+    def prepare(self, options: EngineOptions) -> list[Pending]:
+        """Import what engines need, which takes longer than to build one; returns at once."""
+        return [process.prepare(options.worker) for process in self._engines]
+
+    def build(self, options: EngineOptions, timeout_seconds: float) -> list[Pending]:
+        """Start building the engines; returns at once. An engine that exceeds ``timeout_seconds`` in a later
+        call is lost."""
+        self._options = options
+        self._timeout_seconds = timeout_seconds
+        if options.deterministic:
+            self._work = EngineWork(len(self._engines), by_seed=True)
+        return [process.build(options.worker, options=options) for process in self._engines]
+
+    def num_held(self, engines: Sequence[int]) -> int:
+        """Number of unfinished requests of these engines; a replaced engine holds none until they are
+        submitted again."""
+        return len(self._work.unfinished(set(engines) - self._replaced))
+
+    def replace(self, engines: Sequence[int], timeout_seconds: float) -> None:
+        """Kill these engines and start new ones with the same options, without weights.
+
+        Raises ``EnginesLostError`` for those that have not started within ``timeout_seconds``.
+        """
+        for engine in engines:
+            self._engines[engine].replace()
+        self._replaced |= set(engines)
+        starts = [
+            self._engines[engine].build(self._options.worker, options=self._options) for engine in engines
+        ]
+        results = dict(as_completed(starts, timeout_seconds, _START_TIMEOUT_KEY))
+        failures = {engine: results[start] for engine, start in zip(engines, starts, strict=True)}
+        lost = {engine: error for engine, error in failures.items() if isinstance(error, RemoteError)}
+        if lost:
+            raise EnginesLostError(lost, {})
+
+    def wait(
+        self, pending: Mapping[int, Pending], peers: Sequence[Pending] = ()
+    ) -> tuple[dict[int, Any], list[Any]]:
+        """Wait for the answers of engines, by number, and of ``peers``, the processes they communicate with.
+
+        Raises ``EnginesLostError`` when an engine died, or when one did not answer in time and no process
+        failed of itself. Failures that follow from an engine's death do not count. In a transfer a hanging
+        engine can block others, so all engines without an answer count as lost. Otherwise raises the first
+        failure, preferably one that does not follow from another.
+        """
+        calls = [*pending.values(), *peers]
+        results = dict(as_completed(calls, self._timeout_seconds, _TIMEOUT_KEY, _GRACE_SECONDS))
+        by_engine = {engine: results[call] for engine, call in pending.items()}
+        lost = {engine: error for engine, error in by_engine.items() if isinstance(error, ProcessLostError)}
+        failures = [
+            error
+            for error in results.values()
+            if isinstance(error, RemoteError) and error not in lost.values()
+        ]
+        causes = [
+            failure
+            for failure in failures
+            if not isinstance(failure, HangError) and not isinstance(failure.cause, TransferBrokenError)
+        ]
+        if causes:  # a silent engine may wait for a failed one
+            lost = {engine: error for engine, error in lost.items() if not isinstance(error, HangError)}
+        if lost:
+            answered = {
+                engine: answer for engine, answer in by_engine.items() if not isinstance(answer, RemoteError)
+            }
+            raise EnginesLostError(lost, answered)
+        if failures:
+            raise [*causes, *failures][0]
+        return by_engine, [results[call] for call in peers]
+
+    def facts(self) -> EngineFacts:
+        """Properties of the first engine; all engines are alike."""
+        facts: EngineFacts = wait_for_all([self._engines[0].call("facts")])[0]
+        return facts
+
+    def join_transfer(self, address: TransferAddress, workers_per_engine: int) -> dict[int, Pending]:
+        """Join the weight-transfer group after the sender, which is rank 0."""
+        return {
+            index: engine.call(
+                "join_transfer", address, 1 + index * workers_per_engine, self._process_group_backend
+            )
+            for index, engine in enumerate(self._engines)
+        }
+
+    def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> dict[int, Pending]:
+        """Receive one weight update; each answer is a list of receipts, one per worker of the engine."""
+        self._wait_for_submitted()
+        return self._call_each("receive_weights", manifest, bucket_bytes, version)
+
+    def stage_weights(self, manifest: Manifest, bucket_bytes: int) -> dict[int, Pending]:
+        """Receive one weight update beside the samples that run; it is loaded by ``load_staged``."""
+        return self._call_each("stage_weights", manifest, bucket_bytes)
+
+    def load_staged(self, version: int) -> None:
+        """Let each engine load the update as ``version`` once it has ended what was submitted before; does
+        not wait for that.
+
+        Raises ``EnginesLostError``.
+        """
+        self._wait_for_submitted()
+        self._call_all("load_staged", version)
+
+    def loaded(self) -> list[list[LoadReceipt] | None]:
+        """Each engine's receipts, one per worker, of the update last staged. None means not loaded. Raises
+        ``EnginesLostError``."""
+        return self._call_all("loaded")
+
+    def device_keys(self) -> list[str]:
+        """The devices that hold engine workers, as trainer ranks name theirs."""
+        return [key for keys in self._call_all("device_keys") for key in keys]
+
+    def begin_update(self) -> None:
+        """Prepare every engine's model for loading weights. Raises ``EnginesLostError``."""
+        self._wait_for_submitted()
+        self._call_all("begin_update")
+
+    def load_bucket(self, handle: BucketHandle) -> None:
+        """Load one shared bucket; the ranks may reuse its memory afterwards. Raises ``EnginesLostError``."""
+        self._call_all("load_bucket", handle)
+
+    def finish_update(self, version: int) -> list[list[LoadReceipt]]:
+        """End the update as ``version``; returns a receipt per worker of each engine. Raises
+        ``EnginesLostError``."""
+        return self._call_all("finish_update", version)
+
+    def trace_activity(self) -> None:
+        """Write into the run's trace when engines decoded since the last call. Raises
+        ``EnginesLostError``."""
+        for engine, spans in zip(self._engines, self._call_all("activity"), strict=True):
+            for begin, end in spans:
+                TRACE.span(engine.name, "decode", begin, end)
+
+    def abandon_update(self) -> None:
+        """Close an interrupted update on the live engines; returns at once."""
+        self._call_each("abandon_update")
+
+    def sleep(self) -> None:
+        """Free the memory of weights and KV cache if engines can sleep. Raises ``EnginesLostError``."""
+        self._wait_for_submitted()
+        self._call_all("sleep")
+
+    def wake_up(self, *tags: str) -> None:
+        """Allocate memory again, ``weights`` or ``kv_cache``, if engines can sleep. Raises
+        ``EnginesLostError``."""
+        self._call_all("wake_up", tags)
+
+    def submit(
+        self,
+        requests: Sequence[GenerationRequest],
+        options: SamplingOptions,
+        *,
+        owners: Sequence[Any],
+        evenly: bool = False,
+    ) -> None:
+        """Submit requests, those of one prompt to the engine with the fewest unfinished samples; returns at
+        once.
+
+        They are sampled with the engines' current weights, or those of an update in progress. ``collect``
+        returns them with their ``owners``. With ``evenly`` engines share the requests of one prompt where
+        that balances their load.
+        """
+        self._resubmit_after_losses()
+        self._submit(self._work.add(requests, options, awaited=False, evenly=evenly, owners=owners))
+
+    def submit_to_each(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions
+    ) -> list[list[Request]]:
+        """Submit all requests to every engine, ahead of the samples that wait there; returns them by engine
+        at once, for ``finish``."""
+        self._resubmit_after_losses()
+        added = self._work.add_to_each(requests, options)
+        self._submit([request for requests_of_engine in added for request in requests_of_engine])
+        return added
+
+    def submitted(self) -> list[Request]:
+        """The requests of ``submit`` that neither ``collect`` nor ``wait_for`` has returned."""
+        return self._work.owned()
+
+    def _wait_for_submitted(self) -> None:
+        """Wait until engines hold all submitted requests: an engine runs two calls at a time, so a later call
+        could overtake a submission."""
+        submissions, self._submissions = self._submissions, []
+        for pending in submissions:
+            with suppress(EnginesLostError):  # the next ``collect`` finds it too
+                self.wait(pending)
+
+    def collect(self, wait_seconds: float, replace_lost: EngineReplacer | None = None) -> list[Request]:
+        """Return the submitted requests that have ended, in the order of submission, each once.
+
+        Every busy engine waits at most ``wait_seconds`` for a quarter of its requests, so that many short
+        samples take few calls.
+
+        ``replace_lost`` replaces lost engines; the new ones get their unfinished samples. Without
+        ``replace_lost`` the loss is raised, and the next ``collect`` after ``replace`` and an update submits
+        these samples again.
+        """
+        quarters = {engine: -(-count // 4) for engine, count in self._work.num_busy().items()}
+        self._collect(quarters, wait_seconds, replace_lost)
+        return self._work.take_ended()
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Stop submitted requests: they are neither collected nor submitted again when their engine is
+        lost."""
+        self._notify_all("cancel", [request.number for request in requests])
+        self._work.cancel(requests)
+
+    def collect_parts(
+        self, replace_lost: EngineReplacer | None = None
+    ) -> tuple[list[Request], dict[int, Interrupted]]:
+        """Return the requests that have ended, as ``collect`` does without waiting, and what the last update
+        interrupted in each busy engine.
+
+        The requests that have not ended (``submitted``) get the tokens that they had when the update began,
+        and another engine continues from there if theirs is lost. ``replace_lost`` is that of ``collect``.
+        """
+        busy = self._work.num_busy()
+        interruptions = {engine: self._engines[engine].call("interrupted") for engine in busy}
+        interrupted = self._record(interruptions, self._work.record_parts, replace_lost)
+        ended = {engine: self._engines[engine].call("collect", 0, 0.0, task="generate") for engine in busy}
+        self._record(ended, self._work.record, replace_lost)
+        return self._work.take_ended(), interrupted
+
+    def begin_steps(self) -> None:
+        """Let engines go on with the weights that they hold; those that are not ``deterministic`` do so
+        anyway."""
+        if self._options.deterministic:
+            self._resubmit_lost()
+            self._notify_all("resume")
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        options: SamplingOptions,
+        replace_lost: EngineReplacer | None = None,
+    ) -> list[Sample]:
+        """One sample per request, in order; the requests are shared out evenly.
+
+        ``replace_lost`` replaces lost engines; without it the loss is raised. Each new engine gets the
+        unfinished samples of the old one, in the same batch when nothing had been collected. A sample depends
+        only on its request's seed, so the result is the same.
+        """
+        self._resubmit_after_losses()
+        added = self._work.add(requests, options, awaited=True, evenly=True)
+        self._submit(added)
+        return self.finish(added, replace_lost)
+
+    def finish(self, requests: Sequence[Request], replace_lost: EngineReplacer | None = None) -> list[Sample]:
+        """The samples of these requests, in this order, once all have ended. See ``generate``.
+
+        Raises ``EpisodeFailedError`` when one failed.
+        """
+        try:
+            self.wait_for(requests, replace_lost)
+        except RemoteError:
+            self._work.cancel(requests)
+            raise
+        return [request.sample for request in requests]
+
+    def wait_for(self, requests: Sequence[Request], replace_lost: EngineReplacer | None = None) -> None:
+        """Wait until these requests have ended, also where engines would wait for the next update, and count
+        them as collected. ``replace_lost`` is that of ``collect``."""
+        while unfinished := num_unfinished(requests):
+            self._resubmit_after_losses()
+            if self._options.deterministic:
+                self._notify_all("finish", [request.number for request in requests])
+            self._collect(unfinished, None, replace_lost)
+        self._work.take(requests)
+
+    def _submit(self, requests: Sequence[Request]) -> None:
+        """Submit requests to their engines; returns at once, because an engine may take 0.2 s to accept 256
+        requests. The next ``collect`` reports a failure."""
+        queued_by_engine: dict[int, list[QueuedSample]] = defaultdict(list)
+        for request in requests:
+            queued_by_engine[request.engine].append(request.queued)
+        self._submissions.append(
+            {
+                engine: self._engines[engine].call("submit", queued)
+                for engine, queued in queued_by_engine.items()
+            }
+        )
+
+    def _collect(
+        self, at_least: Mapping[int, int], wait_seconds: float | None, replace_lost: EngineReplacer | None
+    ) -> None:
+        """Wait until each of these engines has finished its number of samples, and store them."""
+        self._resubmit_after_losses()
+        pending = {
+            engine: self._engines[engine].call("collect", number, wait_seconds, task="generate")
+            for engine, number in at_least.items()
+        }
+        self._record(pending, self._work.record, replace_lost)
+
+    def _resubmit_after_losses(self) -> None:
+        """Submit the unfinished samples of lost engines to the engines that replaced them, and let these
+        begin to step.
+
+        Call it before adding samples: those of a replaced engine would be submitted twice. Call it before
+        telling engines which samples to finish: engines forget that when they are told to resume.
+        """
+        if self._replaced:
+            self._resubmit_lost()
+            self.begin_steps()
+
+    def _resubmit_lost(self) -> None:
+        """Submit the unfinished samples of lost engines to those that replaced them."""
+        self._work.forget_cancelled(self._replaced)
+        self._submit(self._work.unfinished(self._replaced))
+        self._replaced.clear()
+
+    def _record(
+        self,
+        pending: Mapping[int, Pending],
+        record: Callable[[Mapping[int, Any]], None],
+        replace_lost: EngineReplacer | None,
+    ) -> dict[int, Any]:
+        """Wait for the answers of engines, ``record`` and return them; those of lost engines are missing.
+
+        Without ``replace_lost`` the loss is raised once the other answers are recorded.
+        """
+        try:
+            answered = self.wait(pending)[0]
+            record(answered)
+        except EnginesLostError as error:
+            answered = error.answered
+            record(answered)
+            if replace_lost is None:
+                raise
+            replace_lost(error)
+        return answered
+
+    def _notify_all(self, method: str, *arguments: Any) -> None:
+        """Call every engine once it holds all submitted requests. The next ``collect`` reports a loss."""
+        self._wait_for_submitted()
+        with suppress(EnginesLostError):
+            self._call_all(method, *arguments)
+
+    def generate_on_each(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions
+    ) -> list[list[Sample]]:
+        """Send all requests to every engine, to compare each engine with the trainer. Raises
+        ``EnginesLostError``."""
+        return self._call_all("generate", list(requests), options)
+
+    def _call_all(self, method: str, *arguments: Any) -> list[Any]:
+        answers, _ = self.wait(self._call_each(method, *arguments))
+        return list(answers.values())
+
+    def _call_each(self, method: str, *arguments: Any) -> dict[int, Pending]:
+        return {index: engine.call(method, *arguments) for index, engine in enumerate(self._engines)}

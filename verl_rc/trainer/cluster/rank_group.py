@@ -1,0 +1,156 @@
+"""The group of all ranks of one role: splits rows by token count and returns results in the order of the
+rows.
+
+Neighbouring ranks may share rows (sequence parallelism): they are given the same ones, and the first of them
+answers for all.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_rc.algorithm.ppo.mini_batches import MiniBatch, MiniBatchShare
+from verl_rc.records.batches import CriticBatch, Timed, TokenBatch, TrainBatch
+from verl_rc.records.microbatch import MicroBatches, MicroBatchLimit, assign_rows
+from verl_rc.records.ragged import Ragged, padded_values
+from verl_rc.trainer.cluster.rank_processes import Rank, RankProcesses
+from verl_rc.trainer.cluster.remote import Pending, wait_timed
+
+
+class RankGroup:
+    """All ranks of a role that computes with the trainer's models."""
+
+    role = ""
+    """Name of the role in messages."""
+    worker = ""
+    """The class of the role's part of every process, as ``module:Class``; tests replace it by faulty ones."""
+
+    def __init__(self, processes: RankProcesses) -> None:
+        """A part of ``processes``, which load the models of all roles."""
+        self.processes = processes
+        self.ranks_per_share = processes.sharing[self.role]
+        """Ranks that share the tokens of their rows."""
+        self._ranks = processes.ranks_of(self.role)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self._ranks)
+
+    @property
+    def num_shares(self) -> int:
+        """Number of shares that rows are split into."""
+        return self.num_ranks // self.ranks_per_share
+
+    def save(self, folder: Path) -> list[Pending]:
+        """Write the group's part of a checkpoint, or with ``checkpoint.async_save`` copy it and write in the
+        background."""
+        return [rank.call("save", folder) for rank in self._ranks]
+
+    def has_saved(self, wait: bool) -> list[Pending]:
+        """Whether all ranks have written their part; with ``wait``, block until they have."""
+        return [rank.call("has_saved", wait) for rank in self._ranks]
+
+    def load(self, folder: Path) -> list[Pending]:
+        """Load a checkpoint, which may have been written by another number of ranks."""
+        return [rank.call("load", folder) for rank in self._ranks]
+
+    def score(
+        self,
+        method: str,
+        tokens: TokenBatch,
+        limit: MicroBatchLimit,
+    ) -> Timed[list[Tensor]]:
+        """Call ``method`` of the workers on all rows; returns float32 ``[B, R, …]`` tensors in the order of
+        the rows."""
+        pending, rows_of_shares = [], []
+        for share, micro_batches in enumerate(self._assign(tokens.sequence_lengths, limit)):
+            place = _places(micro_batches)
+            rows_of_shares.append(list(place))
+            arguments = Ragged.from_record(tokens, list(place) or [0]), _localised(micro_batches, place)
+            pending += [rank.score(method, *arguments) for rank in self._ranks_of(share)]
+        answers = wait_timed(pending)
+        results = [torch.zeros(*tokens.responses.shape, *one.shape[1:]) for one in answers.result[0]]
+        for rows, columns in zip(rows_of_shares, self._one_of_each_share(answers.result), strict=True):
+            for result, column in zip(results, columns, strict=True):
+                if rows:
+                    lengths = tokens.response_lengths[rows]
+                    result[rows] = padded_values("log_probs", column, lengths, result.shape[1])
+        return Timed(results, answers.busy_seconds)
+
+    def score_one(
+        self,
+        method: str,
+        tokens: TokenBatch,
+        limit: MicroBatchLimit,
+    ) -> Timed[Tensor]:
+        """``score`` for a method with a single result, ``[B, R]``."""
+        return self.score(method, tokens, limit).map(lambda results: results[0])
+
+    def split(
+        self, batch: TrainBatch | CriticBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit
+    ) -> list[tuple[Ragged[TrainBatch | CriticBatch], list[MiniBatchShare]]]:
+        """Return for each share its rows, and its part of every mini-batch as indices into these rows."""
+        shares = self._shares(batch.tokens.sequence_lengths, mini_batches, limit)
+        parts = []
+        for number in range(self.num_shares):
+            mini_batch_shares = [share[number] for share in shares]
+            place = _places([rows for share in mini_batch_shares for rows in share.micro_batches])
+            local = [
+                replace(share, micro_batches=_localised(share.micro_batches, place))
+                for share in mini_batch_shares
+            ]
+            parts.append((Ragged.from_record(batch, list(place) or [0]), local))
+        return parts
+
+    def call_update(self, arguments: Sequence[tuple[Any, ...]]) -> Timed[list[Any]]:
+        """Call ``update`` of all ranks of each share with the share's arguments; returns the shares' answers
+        in their order."""
+        pending = [
+            rank.call("update", *share_arguments)
+            for share, share_arguments in enumerate(arguments)
+            for rank in self._ranks_of(share)
+        ]
+        return wait_timed(pending).map(self._one_of_each_share)
+
+    def _ranks_of(self, share: int) -> list[Rank]:
+        return self._ranks[share * self.ranks_per_share : (share + 1) * self.ranks_per_share]
+
+    def _one_of_each_share(self, answers: list[Any]) -> list[Any]:
+        """Answers of the first rank of each share: those of the others repeat them, and must not count
+        twice."""
+        return answers[:: self.ranks_per_share]
+
+    def _assign(self, lengths: Tensor, limit: MicroBatchLimit) -> list[MicroBatches]:
+        return assign_rows(lengths.tolist(), self.num_shares, limit.shared_by(self.ranks_per_share))
+
+    def _shares(
+        self, lengths: Tensor, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit
+    ) -> list[list[MiniBatchShare]]:
+        """Each share of each mini-batch, as row numbers of the whole batch."""
+        shares = []
+        for mini in mini_batches:
+            assigned = self._assign(lengths[mini.rows], limit)
+            counts = (mini.num_tokens, mini.num_sequences, mini.num_loss_tokens)
+            shares.append(
+                [
+                    MiniBatchShare([[mini.rows[index] for index in rows] for rows in micro_batches], *counts)
+                    for micro_batches in assigned
+                ]
+            )
+        return shares
+
+
+def _places(micro_batches: Sequence[Sequence[int]]) -> dict[int, int]:
+    """The distinct rows of all micro-batches in ascending order, each with its index among them."""
+    rows = sorted({row for batch in micro_batches for row in batch})
+    return {row: place for place, row in enumerate(rows)}
+
+
+def _localised(micro_batches: Sequence[Sequence[int]], place: Mapping[int, int]) -> list[list[int]]:
+    """The micro-batches as indices ``place`` into the rank's rows."""
+    return [[place[row] for row in rows] for rows in micro_batches]

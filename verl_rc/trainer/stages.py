@@ -1,0 +1,239 @@
+"""Stages of the training loop, one function each; those of samples and weights are methods of supply and
+publisher."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_rc.algorithm.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
+from verl_rc.algorithm.ppo.choices import log_prob_limit, recomputes_proximal, update_limit
+from verl_rc.algorithm.ppo.control import Control
+from verl_rc.algorithm.ppo.mini_batches import plan_mini_batches
+from verl_rc.algorithm.ppo.train_batch import ScoredStep, critic_batch
+from verl_rc.algorithm.supply.ledger import accounts_of_update
+from verl_rc.config.folder_owner import FolderClaim
+from verl_rc.records.batches import PolicyEvaluations, RolloutBatch, TrainBatch
+from verl_rc.records.optimizer_step import OptimizerStep
+from verl_rc.records.samples import Samples
+from verl_rc.runtime.checkpoint import RunState
+from verl_rc.runtime.rollout.sampling import request_seed
+from verl_rc.runtime.workers.updates import ActorReport, UpdateRequest
+from verl_rc.trainer.guards import require_exact
+from verl_rc.trainer.services import Services
+from verl_rc.trainer.step_record import StepRecord
+
+
+def evaluate(services: Services, rollouts: RolloutBatch, step: int, record: StepRecord) -> PolicyEvaluations:
+    """Evaluate the sampled tokens with the trainer's models: proximal policy, frozen policies and critic, as
+    far as the run needs them."""
+    rollout = services.config.actor_rollout_ref.rollout
+    if rollout.enable_rollout_routing_replay and rollouts.tokens.experts_counts is None:
+        raise RuntimeError(
+            "the engines must record the experts that each token took, but the step's samples have none: the "
+            "actor would take its own. Drop actor_rollout_ref.rollout.enable_rollout_routing_replay."
+        )
+    if rollout.has_filter and rollouts.tokens.kept_counts is None:
+        raise RuntimeError(
+            "the engines must record which tokens their filter has kept, but the step's samples have no such "
+            "sets: the trainer would score them over the whole vocabulary. Drop "
+            "actor_rollout_ref.rollout.top_p, top_k and min_p."
+        )
+    proximal = _proximal_policy(services, rollouts, step, record)
+    frozen = _frozen_policies(services, rollouts, record)
+    values = None
+    if services.critic is not None:
+        values = record.timed(
+            "values",
+            services.critic.compute_values,
+            rollouts.tokens,
+            update_limit(services.config.critic),
+        )
+    return PolicyEvaluations(
+        **proximal,
+        **frozen,
+        critic_values=values,
+        batch_size=rollouts.batch_size,
+    )
+
+
+def _frozen_policies(services: Services, rollouts: RolloutBatch, record: StepRecord) -> dict[str, Any]:
+    """What ``PolicyEvaluations`` hold of the policies that only score, by field."""
+    config, policies = services.config, services.config.frozen_policies
+    fields: dict[str, Any] = {}
+    if config.needs_reference:
+        limit = log_prob_limit(config.actor_rollout_ref.ref)
+        if "reference" in policies:
+            fields["reference_log_probs"] = record.timed(
+                "ref", services.frozen["reference"].compute_log_probs, rollouts.tokens, limit
+            ).log_probs
+        else:  # LoRA: the actor without its adapters
+            fields["reference_log_probs"] = record.timed(
+                "ref", services.actor.compute_reference_log_probs, rollouts.tokens, limit
+            )
+    if "teacher" in policies:
+        limit = log_prob_limit(policies["teacher"].config)
+        scores = record.timed("teacher", services.frozen["teacher"].compute_log_probs, rollouts.tokens, limit)
+        fields["teacher_log_probs"] = scores.log_probs
+        if scores.top_ids is not None:
+            fields |= {"teacher_top_ids": scores.top_ids.int(), "teacher_top_log_probs": scores.top_log_probs}
+    return fields
+
+
+def _proximal_policy(
+    services: Services, rollouts: RolloutBatch, step: int, record: StepRecord
+) -> dict[str, Any]:
+    """What ``PolicyEvaluations`` hold of the proximal policy, by field; where the actor corrects, nothing, or
+    now and then log-probs for it to compare interpolated ones with.
+
+    Raises ``InexactError`` when they differ from the engine's in exact mode.
+    """
+    correction, exact = services.config.algorithm.rollout_correction, services.config.actor_rollout_ref.exact
+    is_recomputed = recomputes_proximal(correction, step)
+    if not is_recomputed and not exact:
+        return {}
+    scores = record.timed(
+        "old_log_prob",
+        services.actor.compute_log_probs,
+        rollouts.tokens,
+        log_prob_limit(services.config.actor_rollout_ref.rollout),
+    )
+    require_exact(services.config, scores.log_probs, rollouts, step - 1, f"step {step}")
+    if not is_recomputed:  # they were compared, no more
+        return {}
+    if correction.in_actor:
+        return {"proximal_log_probs": scores.log_probs}
+    return {
+        "proximal_log_probs": scores.log_probs,
+        "entropies": scores.entropies,
+        "sum_pi_squared": scores.sum_pi_squared,
+        "varentropies": scores.varentropies,
+    }
+
+
+def record_batch(
+    services: Services,
+    samples: Samples,
+    evaluations: PolicyEvaluations,
+    scored: ScoredStep,
+    control: Control,
+    record: StepRecord,
+    step: int,
+) -> None:
+    """Record the metrics of a batch before the update, and write its samples as JSON lines to
+    ``trainer.rollout_data_dir`` where that is set."""
+    data = services.config.data
+    rollouts = samples.rollouts
+    folder = services.config.trainer.rollout_data_dir
+    record.add(
+        batch_metrics(
+            scored,
+            samples.scores,
+            rollouts,
+            data.max_response_length,
+            data.max_prompt_length,
+        )
+    )
+    if not services.config.algorithm.rollout_correction.in_actor:
+        record.add(policy_gap_metrics(rollouts, evaluations))
+    if scored.reward_kl is not None:
+        coefficient = control.kl_coef
+        record.add(
+            {"actor/reward_kl_penalty": scored.reward_kl, "actor/reward_kl_penalty_coeff": coefficient}
+        )
+    if folder is not None:
+        with record.stage("dump_rollout_generations"):
+            write_samples(folder, samples, step)
+
+
+def update_critic(
+    services: Services,
+    scored: ScoredStep,
+    evaluations: PolicyEvaluations,
+    step: int,
+    record: StepRecord,
+) -> list[OptimizerStep]:
+    """One optimizer step per mini-batch and epoch, none without a critic; returns what became of them."""
+    if services.critic is None:
+        return []
+    critic = services.config.critic
+    rows = critic_batch(scored, evaluations)
+    record.add(critic_metrics(rows))
+    mini_batches = plan_mini_batches(
+        rows.response_mask,
+        rows.response_mask,
+        rows_per_mini_batch=critic.ppo_mini_batch_size * services.config.actor_rollout_ref.rollout.n,
+        epochs=critic.ppo_epochs,
+        shuffle=critic.shuffle,
+        seed=request_seed({"seed": services.config.trainer.seed, "step": step}),
+    )
+    report = record.timed("update_critic", services.critic.update, rows, mini_batches, update_limit(critic))
+    record.add_records(report.metrics)
+    return report.steps
+
+
+def update_actor(
+    services: Services,
+    state: RunState,
+    batch: TrainBatch,
+    control: Control,
+    record: StepRecord,
+) -> ActorReport:
+    """One optimizer step per mini-batch and epoch."""
+    actor, rollout = services.config.actor_rollout_ref.actor, services.config.actor_rollout_ref.rollout
+    correction = services.config.algorithm.rollout_correction
+    mini_batches = plan_mini_batches(
+        batch.response_mask,
+        batch.loss_mask,
+        rows_per_mini_batch=actor.ppo_mini_batch_size * rollout.n,
+        epochs=actor.ppo_epochs,
+        shuffle=actor.shuffle,
+        seed=request_seed({"seed": services.config.trainer.seed, "step": state.step + 1}),
+        denominator=correction.rejection_denominator,
+    )
+    is_limited = correction.bypass_mode and services.config.async_training.is_synchronous
+    limit = services.gap_limit.fault(state.rollout_gap_limit) if is_limited else None
+    request = UpdateRequest(
+        control.correction(correction),
+        policy_version=state.step,
+        gap_limit=limit,
+        measures_survival=services.is_due(rollout.sync_proof.survival_freq, state.step + 1),
+        compares_proximal=correction.in_actor and recomputes_proximal(correction, state.step + 1),
+    )
+    report = record.timed(
+        "update_actor",
+        services.actor.update,
+        batch,
+        mini_batches,
+        update_limit(actor),
+        request,
+    )
+    record.add_records(report.metrics)
+    planned_tokens = [mini.num_loss_tokens for mini in mini_batches]
+    record.ledger.book({"rejected": int(torch.count_nonzero(batch.response_mask & ~batch.loss_mask))})
+    record.ledger.book(accounts_of_update(planned_tokens, report.loss_tokens, report.steps, actor.ppo_epochs))
+    if actor.use_kl_loss:
+        record.add({"actor/kl_coef": actor.kl_loss_coef})
+    return report
+
+
+def write_samples(folder: str, samples: Samples, step: int) -> None:
+    """``<folder>/<step>.jsonl``: input, output, ground truth, score and the reward's extras of every
+    sample."""
+    path = Path(folder) / f"{step}.jsonl"
+    rows = zip(samples.rows, samples.texts, samples.scores.tolist(), strict=True)
+    with (
+        FolderClaim(path.parent, "samples"),
+        path.open("w", encoding="utf-8", errors="backslashreplace") as file,
+    ):  # JSON's own way to write half a surrogate pair
+        for index, (row, text, value) in enumerate(rows):
+            extras = {name: column[index] for name, column in samples.extras.items()}
+            own = {
+                "input": row.prompt,
+                "output": text,
+                "gts": row.ground_truth,
+                "score": value,
+                "step": step,
+            }
+            file.write(json.dumps({**own, **extras, **own}, ensure_ascii=False, default=str) + "\n")

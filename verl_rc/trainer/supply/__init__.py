@@ -1,0 +1,1 @@
+"""Supplying steps with samples."""

@@ -1,0 +1,257 @@
+"""Token records of a run: at which steps, of which rows, and what they hold."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl_rc.algorithm.ppo.control import Control
+from verl_rc.algorithm.ppo.train_batch import ScoredStep
+from verl_rc.config.folder_owner import FolderClaim
+from verl_rc.config.schema import public_values
+from verl_rc.correction.log_ratio import LogRatio
+from verl_rc.metrics.json_lines import set_aside
+from verl_rc.records.batches import PolicyEvaluations, RolloutBatch, unpadded
+from verl_rc.records.rollout_batch import at_turn_ends
+from verl_rc.records.samples import Samples
+from verl_rc.records.token_records.token_parquet import set_aside_later, thin_out, write_record
+from verl_rc.records.token_records.token_record import FOLDER, PIECES, Array, TokenRecord, class_of
+from verl_rc.runtime.rollout.sampling import request_seed
+from verl_rc.trainer.services import Services
+from verl_rc.trainer.step_record import StepRecord
+
+MOST_FILES = 512
+_KEPT = ("first", "checkpoint", "alert")
+"""Records that are the last to be removed when all of them take too much room."""
+_FIRST_STEPS = 2
+"""The first steps show the gap before anything was learned."""
+
+
+@dataclass(frozen=True)
+class RecordedRows:
+    """Rows of a batch, and how they were chosen."""
+
+    rows: list[int]
+    is_worst: list[bool]
+    inclusion: float
+    """Probability with which each of the others was taken."""
+
+    @classmethod
+    def choose(cls, squares: Tensor, num_rows: int, seed: int) -> "RecordedRows":
+        """Half at random, half those with the largest ``squares`` ``[B]`` of the rest; all where ``num_rows``
+        is not below B."""
+        num_available = len(squares)
+        if num_rows >= num_available:
+            return cls(list(range(num_available)), [False] * num_available, 1.0)
+        num_random = num_rows - num_rows // 2
+        order = torch.randperm(num_available, generator=torch.Generator().manual_seed(seed)).tolist()
+        drawn = sorted(order[:num_random])
+        ranked = squares.nan_to_num(torch.inf).argsort(descending=True, stable=True).tolist()
+        worst = [row for row in ranked if row not in set(drawn)][: num_rows - num_random]
+        return cls(drawn + worst, [False] * len(drawn) + [True] * len(worst), num_random / num_available)
+
+
+class TokenRecorder:
+    """Writes records into the run's folder; they are never sent anywhere."""
+
+    def __init__(self, services: Services, steps_done: int) -> None:
+        """Records after ``steps_done`` are of steps that this run does again, or of another run."""
+        self._services = services
+        self._settings = services.config.trainer.token_records
+        self._folder = services.folder / FOLDER
+        self._classes: dict[int, int] = {}
+        """The class of each token id whose text is written."""
+        self._claim = FolderClaim(services.folder, "tokens")
+        set_aside_later(self._folder, steps_done)
+        set_aside(self._folder / PIECES)
+
+    def write(
+        self,
+        samples: Samples,
+        evaluations: PolicyEvaluations,
+        scored: ScoredStep,
+        control: Control,
+        record: StepRecord,
+        step: int,
+    ) -> None:
+        """Write the record of a step, if one is due."""
+        why = self._reason(step)
+        if why is None:
+            return
+        self._claim.require()
+        with record.stage("token_records"):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_record(self._folder, self._record(samples, evaluations, scored, control, step, why))
+            thin_out(self._folder, self._settings.max_megabytes << 20, MOST_FILES, _KEPT)
+
+    def _reason(self, step: int) -> str | None:
+        """Why a record of the step is written. None for a step without one."""
+        settings = self._settings
+        last_alert = self._services.tracker.last_alert
+        if not settings.enable:
+            return None
+        reasons = {
+            "full": settings.full_freq > 0 and step % settings.full_freq == 0,
+            "first": step <= _FIRST_STEPS,
+            "alert": last_alert is not None and step - last_alert in (0, 1),
+            "checkpoint": step > 1 and self._services.saves_at(step - 1),  # its weights are on the disk
+            "regular": step % settings.freq == 0,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    def _record(
+        self,
+        samples: Samples,
+        evaluations: PolicyEvaluations,
+        scored: ScoredStep,
+        control: Control,
+        step: int,
+        why: str,
+    ) -> TokenRecord:
+        config = self._services.config
+        rollouts = samples.rollouts
+        in_actor = config.algorithm.rollout_correction.in_actor
+        squares = _squares(evaluations.proximal_log_probs, rollouts)
+        seed = request_seed({"seed": config.trainer.seed, "step": step, "token_records": 1})
+        num_rows = len(samples) if why == "full" else self._settings.rows_per_step
+        recorded = RecordedRows.choose(squares, num_rows, seed)
+        lengths = rollouts.tokens.response_lengths[recorded.rows]
+        written = torch.arange(rollouts.response_mask.shape[1]) < lengths[:, None]
+
+        def tokens_of(values: Tensor) -> Array:
+            flat: Array = values[recorded.rows][written].numpy()
+            return flat
+
+        columns = dict(_token_columns(samples, evaluations, scored, in_actor))
+        tokens = {name: tokens_of(values) for name, values in columns.items()}
+        ids = tokens_of(rollouts.tokens.responses)
+        prompts = [np.asarray(prompt) for prompt in _prompts(samples, recorded.rows)]
+        contents = self._settings.contents
+        tokens["token_class"] = self._token_classes(
+            ids, prompts if contents == "full" else [], contents != "numbers_only", step
+        )
+        if contents != "numbers_only":
+            tokens["response_ids"] = ids
+        return TokenRecord(
+            {
+                **self._facts,
+                "correction": control.correction(config.algorithm.rollout_correction).model_dump(mode="json"),
+                "step": step,
+                "why": why,
+                "current_version": step - 1,
+                "rows_of_batch": len(samples),
+                "tokens_of_batch": samples.num_tokens,
+            },
+            _row_columns(samples, recorded),
+            lengths.numpy(),
+            tokens,
+            prompts if contents == "full" else None,
+        )
+
+    @cached_property
+    def _facts(self) -> dict[str, Any]:
+        """The facts of the run that are the same in all records."""
+        config = self._services.config
+        public = public_values(self._services.config)
+        rollout = config.actor_rollout_ref.rollout
+        return {
+            "trainer": "verl_rc",
+            **{name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")},
+            "router_replay": rollout.enable_rollout_routing_replay,
+            "logprobs_mode": "processed_logprobs",
+            "stop_token_ids": list(self._services.stop_token_ids),
+            "engine_dtype": rollout.dtype,
+            "trainer_dtype": config.actor_rollout_ref.actor.fsdp_config.dtype,
+            "engine": {name: getattr(rollout, name) for name in ("dtype", "quantization", "kv_cache_dtype")},
+            "contents": self._settings.contents,
+            "config_hash": hashlib.sha256(json.dumps(public, sort_keys=True).encode()).hexdigest()[:16],
+        }
+
+    def _token_classes(self, ids: Array, prompts: Sequence[Array], keeps_text: bool, step: int) -> Array:
+        """The class of each id; the text of ids that come for the first time is written beside the
+        records."""
+        distinct, inverse = np.unique(ids, return_inverse=True)
+        present = {int(token) for token in np.unique(np.concatenate([distinct, *prompts]))}
+        if new_ids := sorted(present - self._classes.keys()):
+            texts = self._services.tokenizer.batch_decode(
+                [[token] for token in new_ids], skip_special_tokens=False
+            )
+            special = {*self._services.tokenizer.all_special_ids, *self._services.stop_token_ids}
+            classes = [class_of(text, token in special) for token, text in zip(new_ids, texts, strict=True)]
+            self._classes |= dict(zip(new_ids, classes, strict=True))
+            if keeps_text:
+                path = self._folder / PIECES
+                pieces = list(zip(new_ids, texts, classes, strict=True))
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"step": step, "pieces": pieces}) + "\n")
+        return np.array([self._classes[int(token)] for token in distinct], "int8")[inverse.reshape(-1)]
+
+
+def _squares(proximal: Tensor | None, rollouts: RolloutBatch) -> Tensor:
+    """float64 ``[B]``: sum of the squared log-ratios of each row, 0 where no proximal policy was computed;
+    infinite where one is not finite."""
+    rollout = rollouts.rollout_log_probs
+    train = rollout if proximal is None else proximal
+    ratio = LogRatio.from_log_probs(train, rollout, rollouts.response_mask)
+    is_finite = (ratio.valid == ratio.response).all(dim=-1)
+    return torch.where(is_finite, ratio.sequence_sums(ratio.values.double().square()), torch.inf)
+
+
+def _token_columns(
+    samples: Samples, evaluations: PolicyEvaluations, scored: ScoredStep, in_actor: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors ``[B, R]`` by column. Where the actor corrects, there is no correction yet."""
+    rollouts, batch = samples.rollouts, scored.batch
+    yield "response_mask", rollouts.response_mask
+    yield "rollout_log_prob", rollouts.rollout_log_probs
+    yield "advantage", batch.advantages
+    yield "version", rollouts.policy_versions
+    if rollouts.tokens.restarts is not None:
+        yield "restart", rollouts.tokens.restarts
+    if samples.episodes:
+        rewards = [[reply.reward for reply in replies] for replies in samples.episodes]
+        yield "turn_reward", at_turn_ends(rewards, rollouts.response_mask)
+        waits = [[reply.waited for reply in replies] for replies in samples.episodes]
+        yield "turn_wait", at_turn_ends(waits, rollouts.response_mask)
+    if not in_actor:
+        assert evaluations.proximal_log_probs is not None
+        yield "old_log_prob", evaluations.proximal_log_probs
+        yield "kept", batch.loss_mask | ~batch.response_mask
+        if batch.rollout_is_weights is not None:
+            yield "weight", batch.rollout_is_weights
+    optional = {
+        "entropy": evaluations.entropies,
+        "sum_pi_squared": evaluations.sum_pi_squared,
+        "varentropy": evaluations.varentropies,
+        "ref_log_prob": evaluations.reference_log_probs,
+        "teacher_log_prob": evaluations.teacher_log_probs,
+        "value": evaluations.critic_values,
+    }
+    yield from ((name, values) for name, values in optional.items() if values is not None)
+
+
+def _row_columns(samples: Samples, recorded: RecordedRows) -> dict[str, Array]:
+    rows = recorded.rows
+    engines = samples.rollouts.engines
+    numbers = {} if engines is None else {"engine": engines[rows].numpy()}
+    return {
+        **numbers,
+        "row": np.array(rows),
+        "group": samples.rollouts.group_ids[rows].numpy(),
+        "source": np.array([str(samples.rows[row].data_source) for row in rows], dtype=object),
+        "chosen_by": np.array(["worst" if worst else "random" for worst in recorded.is_worst], dtype=object),
+        "inclusion": np.array([0.0 if worst else recorded.inclusion for worst in recorded.is_worst]),
+        "score": samples.scores[rows].numpy(),
+        "finished": samples.rollouts.finished[rows].numpy(),
+    }
+
+
+def _prompts(samples: Samples, rows: Sequence[int]) -> list[list[int]]:
+    tokens = samples.rollouts.tokens
+    return [row[::-1] for row in unpadded(tokens.prompts[rows].flip(-1), tokens.prompt_lengths[rows])]
