@@ -107,7 +107,7 @@ def test_every_key_is_read_where_it_acts(readers: dict[str, set[str]]) -> None:
     [
         ("critic.optim.lr", "verl_rc.runtime.workers.sharded_model"),
         ("actor_rollout_ref.ref.fsdp_config.dtype", "verl_rc.runtime.workers.sharded_model"),
-        ("algorithm.rollout_correction.rollout_rs", "verl_rc.correction.correct"),
+        ("algorithm.rollout_correction.rollout_rs", "verl_rc.correction.batch"),
         ("reward.custom_reward_function.path", "verl_rc.algorithm.rewards.dispatch"),
         ("actor_rollout_ref.rollout.temperature", "verl_rc.runtime.rollout.sampling"),
         ("trainer.test_freq", "verl_rc.trainer.train"),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,12 @@ def ended(command: Sequence[str], seconds: float = 0.0, **options: object) -> tu
 
 
 def are_running(folder: Path) -> list[int]:
-    pids = map(int, (folder / "pids").read_text().split())
-    stats = ((pid, Path(f"/proc/{pid}/stat")) for pid in pids)
-    return [pid for pid, stat in stats if stat.exists() and ") Z" not in stat.read_text()]
+    running = []
+    for pid in map(int, (folder / "pids").read_text().split()):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended, perhaps just now
+            if ") Z" not in Path(f"/proc/{pid}/stat").read_text():
+                running.append(pid)
+    return running
 
 
 @pytest.mark.parametrize(
