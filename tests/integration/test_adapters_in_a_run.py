@@ -55,6 +55,7 @@ def test_a_step_sends_the_adapters_alone_and_its_gaps_are_of_rounding(stepped_ru
     assert metrics["sync/bytes"] == LAYERS * 3 * SUMS * 4
 
 
+@pytest.mark.slow
 def test_an_engine_in_the_place_of_a_lost_one_gets_weights_and_adapters(adapted_run: RealRun) -> None:
     published(adapted_run)
     adapters = published(adapted_run)["sync/bytes"]

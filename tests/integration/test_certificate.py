@@ -152,6 +152,7 @@ def test_planted_log_probs_are_located(
     assert first_of(compare()) == "log_probs"
 
 
+@pytest.mark.slow
 def test_prompts_of_a_file_are_certified_for_gemma_in_float32(tmp_path: Path) -> None:
     """Its embedding has a factor, its layers share one activation, and 48 numbers are no whole vectors."""
     model = write_tiny_model(tmp_path / "model")  # for its tokenizer

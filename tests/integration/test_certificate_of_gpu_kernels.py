@@ -40,6 +40,9 @@ needs_equal_rows = pytest.mark.skipif(
 )
 
 
+pytestmark = pytest.mark.slow  # test_certificate.py certifies the kernels of a CPU
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("certified")

@@ -42,7 +42,7 @@ async def play(hosts: Hosts, number: int, lose: Sequence[int] = ()) -> list[Repl
     return [one.reply for one in history]
 
 
-@pytest.mark.parametrize("snapshot", [True, False])
+@pytest.mark.parametrize("snapshot", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_hosts_reply_as_one_in_this_process_does_also_when_they_are_lost(snapshot: bool) -> None:
     async def both() -> None:
         here = environment_host(config(snapshot=snapshot))

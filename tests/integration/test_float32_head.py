@@ -25,7 +25,7 @@ PROMPTS = [[3 + (7 * row + 5 * place) % 250 for place in range(12)] for row in r
 RESPONSE = 24
 
 
-@pytest.fixture(scope="module", params=["float32", None])
+@pytest.fixture(scope="module", params=["float32", pytest.param(None, marks=pytest.mark.slow)])
 def head(request: pytest.FixtureRequest) -> str | None:
     return request.param  # type: ignore[no-any-return]
 

@@ -94,6 +94,7 @@ def updates() -> dict[tuple[int, int], Any]:
     return {pair: json.loads(line) for pair, line in zip(UPDATES, lines, strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "sharing"), UPDATES)
 def test_memory_between_micro_batches_and_at_the_peak_is_as_estimated(
     updates: dict[tuple[int, int], Any], tokens: int, sharing: int

@@ -43,6 +43,7 @@ def published_run(faulty_run: RealRun) -> RealRun:
     return faulty_run
 
 
+@pytest.mark.slow
 def test_an_engine_hangs_while_it_samples_and_the_next_dies_while_it_starts(
     published_run: RealRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

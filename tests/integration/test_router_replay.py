@@ -7,6 +7,7 @@ from compared_runs import differences
 from real_runs import metrics_of, of_folder, train
 from small_runs import SHARE_OF_DIGITS, make_task, run_overrides
 
+pytestmark = pytest.mark.slow  # test_routed_experts.py has the engine and an actor
 REPLAY = "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
 FURTHER = [
     *("actor_rollout_ref.model.enable_gradient_checkpointing=True", "trainer.save_freq=1"),

@@ -69,6 +69,7 @@ def test_a_hang_is_reported_with_stacks_and_ends_the_processes(tmp_path: Path) -
     assert all(is_finished(pid) for pid in pids)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_here")
 def test_who_blocks_in_a_collective_is_told_from_who_does_not_come(tmp_path: Path) -> None:
     ranks = start_small_processes("actor rank 0", "actor rank 1")

@@ -125,7 +125,16 @@ def test_a_later_process_with_the_same_pid_owns_nothing(tmp_path: Path, waits: l
     assert waits == []
 
 
-@pytest.mark.parametrize("before", ["nothing", "a dead owner", "a silent owner elsewhere", "a damaged file"])
+@pytest.mark.parametrize(
+    "before",
+    [
+        "a dead owner",
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in ("nothing", "a silent owner elsewhere", "a damaged file")
+        ),
+    ],
+)
 def test_of_starts_at_once_one_wins(tmp_path: Path, before: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_owner, "WATCH_SECONDS", 0.01)
     num_starts = 5

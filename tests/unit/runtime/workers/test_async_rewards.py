@@ -179,7 +179,11 @@ def test_a_late_call_is_cancelled_and_what_the_process_keeps_stays(
     ("behaviour", "reason"),
     [
         ("leave 3", "the reward function did not return, its process ended with exit code 3, for row 102 "),
-        ("block", "the reward function did not return, it took longer than 3.5 s, for row 102 "),
+        pytest.param(
+            "block",
+            "the reward function did not return, it took longer than 3.5 s, for row 102 ",
+            marks=pytest.mark.slow,
+        ),
         ("own_timeout", "the reward function raised .*TimeoutError: of the judge .* for row 102 "),
         ("sys_exit", "the reward function raised SystemExit: 3 .* for row 102 "),
     ],
