@@ -9,7 +9,7 @@ import torch
 from conversing import tool_conversations
 from torch import Tensor
 
-from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
+from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.config.rollout import MultiTurnConfig, RolloutConfig
 from verl_rc.records.batches import TokenBatch, TrainBatch
 from verl_rc.records.parts import Part, Sample
@@ -184,7 +184,7 @@ class FaultyPolicyWorker(PolicyWorker):
     def accumulate(
         self,
         batch: TrainBatch,
-        share: MiniBatchShare,
+        share: MiniBatch,
         totals: ObjectiveTotals,
         correction: ActorCorrection | None,
     ) -> None:

@@ -14,7 +14,6 @@ from verl_rc.algorithm.losses import Aggregation
 from verl_rc.algorithm.ppo.control import Control
 from verl_rc.algorithm.ppo.mini_batches import plan_mini_batches
 from verl_rc.algorithm.ppo.objective import (
-    MiniBatchCounts,
     corrected_current,
     loss_counts,
     policy_objective,
@@ -154,11 +153,11 @@ def loss_of(config: RunConfig, batch: TrainBatch, current: TokenScores, detach: 
             batch.teacher_top_log_probs[..., :width],
         )
         current = replace(current, candidate_log_probs=current.log_probs[..., None] - 0.1 * ids)
-    batch, counts = corrected(batch, log_probs, correction)
+    batch, (num_tokens, num_sequences) = corrected(batch, log_probs, correction)
     totals = Aggregation(
         actor.loss_agg_mode,
-        num_tokens=counts.num_tokens,
-        num_sequences=counts.num_sequences,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
         loss_scale_factor=actor.loss_scale_factor,
     )
     return policy_objective(
@@ -168,7 +167,7 @@ def loss_of(config: RunConfig, batch: TrainBatch, current: TokenScores, detach: 
 
 def corrected(
     batch: TrainBatch, log_probs: Tensor, config: RolloutCorrectionConfig
-) -> tuple[TrainBatch, MiniBatchCounts]:
+) -> tuple[TrainBatch, tuple[int, int]]:
     """What a loss is computed on and what it is divided by, with the whole batch as one mini-batch, in either
     mode."""
     (mini_batch,) = plan_mini_batches(
@@ -180,7 +179,7 @@ def corrected(
         seed=0,
         denominator=config.rejection_denominator,
     )
-    counts = MiniBatchCounts(mini_batch.num_tokens, mini_batch.num_sequences)
+    counts = mini_batch.num_tokens, mini_batch.num_sequences
     if not config.in_actor:
         return batch, counts
     if config.proximal == "interpolate":  # one of 100 updates since the rollouts of the step before
@@ -192,7 +191,8 @@ def corrected(
     if config.nonfinite_logprob == "raise":
         require_finite(statistics.nonfinite_fraction, config)
     if config.rejection_denominator == "kept":
-        counts = MiniBatchCounts(*loss_counts(batch).tolist())
+        num_tokens, num_sequences = loss_counts(batch).tolist()
+        counts = num_tokens, num_sequences
     return batch, counts
 
 

@@ -4,7 +4,7 @@
 import time
 from collections.abc import Sequence
 
-from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
+from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.records.batches import TrainBatch
 from verl_rc.runtime.workers.actor_correction import ActorCorrection
 from verl_rc.runtime.workers.micro_batches import ObjectiveTotals
@@ -18,7 +18,7 @@ class SleepyPolicyWorker(PolicyWorker):
     updates = 0
 
     def update(
-        self, batch: TrainBatch, mini_batches: Sequence[MiniBatchShare], request: UpdateRequest
+        self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], request: UpdateRequest
     ) -> ActorReport:
         self.updates += 1
         return super().update(batch, mini_batches, request)
@@ -26,7 +26,7 @@ class SleepyPolicyWorker(PolicyWorker):
     def accumulate(
         self,
         batch: TrainBatch,
-        share: MiniBatchShare,
+        share: MiniBatch,
         totals: ObjectiveTotals,
         correction: ActorCorrection | None,
     ) -> None:

@@ -11,7 +11,7 @@ from two_processes import free_port, run_two_ranks
 
 def run_rank(rank: int, model: Path, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
+    from verl_rc.algorithm.ppo.mini_batches import MiniBatch
     from verl_rc.runtime.distributed.process_group import RankAddress
     from verl_rc.runtime.workers import float16
     from verl_rc.runtime.workers.micro_batches import ObjectiveTotals
@@ -24,7 +24,7 @@ def run_rank(rank: int, model: Path, port: int, folder: Path) -> None:
     worker = PolicyWorker(config, RankAddress(rank, 2, "127.0.0.1", port), total_steps=10)
     batch = make_train_batch([7, 2, 5, 1])
     counted = batch.response_mask.sum(-1)
-    share = MiniBatchShare([[2 * rank, 2 * rank + 1]], int(counted.sum()), 4, int(counted.sum()))
+    share = MiniBatch([[2 * rank, 2 * rank + 1]], int(counted.sum()), 4, int(counted.sum()))
     found: dict[str, Any] = {"steps": []}
     for broken_rank in (1, None, 0, None):
         worker.accumulate(batch, share, ObjectiveTotals("actor"), correction=None)

@@ -35,7 +35,7 @@ def updated(
     """Numbers of one rank after an update of two micro-batches, some of them empty, from the checkpoint
     ``loaded``; it is ``saved``."""
     options, groups_of = (*options, f"{SIZE}={size}"), RANKS if size == -1 else size
-    from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
+    from verl_rc.algorithm.ppo.mini_batches import MiniBatch
     from verl_rc.config.rollout_correction import RolloutCorrectionConfig
     from verl_rc.runtime.distributed.process_group import RankAddress
     from verl_rc.runtime.workers.policy_worker import PolicyWorker
@@ -51,7 +51,7 @@ def updated(
     batch = make_train_batch(LENGTHS, (2,))
     counted = batch.response_mask.sum(-1)
     micro_batches = [[[0], [1, 2]], [[3], [4]], [[5], []], [[], [6, 7]]][rank]
-    share = MiniBatchShare(micro_batches, int(counted.sum()), len(LENGTHS), int(batch.loss_mask.sum()))
+    share = MiniBatch(micro_batches, int(counted.sum()), len(LENGTHS), int(batch.loss_mask.sum()))
     report = worker.update(batch, [share], UpdateRequest(RolloutCorrectionConfig(), 0))
     module, weights = worker.model.module, worker._sender._weights
     # A key bias shifts all scores of a query alike: its gradient is 0 but for rounding, which Adam's first

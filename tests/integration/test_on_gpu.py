@@ -12,7 +12,7 @@ from small_models import make_train_batch, small_run_config, write_small_model
 from two_processes import free_port
 
 from verl_rc.algorithm.losses import compute_policy_loss
-from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
+from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.algorithm.ppo.objective import corrected_current
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.records.batches import CriticBatch
@@ -54,7 +54,7 @@ def gradients(request: pytest.FixtureRequest, model_folder: Path) -> dict[str, t
         worker = worker_on(request.param, device, model_folder)
         batch: Any = make_train_batch(LENGTHS, (2,))
         counted = batch.response_mask.sum(-1)
-        share = MiniBatchShare(ROWS, int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum()))
+        share = MiniBatch(ROWS, int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum()))
         totals = ObjectiveTotals("actor")
         with worker.model.in_use():
             if request.param is PolicyWorker:

@@ -9,7 +9,7 @@ from small_checkpoints import whole
 from small_models import make_train_batch, small_run_config, write_small_model
 from two_processes import free_port, run_ranks
 
-from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
+from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.records.batches import CriticBatch
 from verl_rc.runtime.checkpoint import load_full_state_dict
@@ -78,10 +78,10 @@ def trained(rank: int, workers: dict[str, Any], folder: Path) -> dict[str, Any]:
                 0
             ]
         if "critic" in workers:
-            workers["critic"].update(values, [MiniBatchShare(OWN_ROWS[rank], *counts)])
+            workers["critic"].update(values, [MiniBatch(OWN_ROWS[rank], *counts)])
         if "actor" in workers:
             request = UpdateRequest(RolloutCorrectionConfig(), 0)
-            workers["actor"].update(batch, [MiniBatchShare(SHARED_ROWS, *counts)], request)
+            workers["actor"].update(batch, [MiniBatch(SHARED_ROWS, *counts)], request)
         if step == 0:
             for role in [
                 role for role in workers if role != "reference"

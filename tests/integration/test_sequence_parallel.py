@@ -12,7 +12,7 @@ from small_checkpoints import whole
 from small_models import add_kept_sets, make_train_batch, small_run_config, write_small_model
 from two_processes import free_port, run_ranks
 
-from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
+from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.config.distillation import DistillationLossConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.metrics import reduce_metrics
@@ -82,9 +82,9 @@ def gradients(module: torch.nn.Module) -> torch.Tensor:
     return torch.cat([whole(p.grad).flatten() for p in module.parameters() if p.grad is not None])
 
 
-def share_of(batch: TrainBatch, micro_batches: list[list[int]]) -> MiniBatchShare:
+def share_of(batch: TrainBatch, micro_batches: list[list[int]]) -> MiniBatch:
     counted = batch.response_mask.sum(-1)
-    return MiniBatchShare(
+    return MiniBatch(
         micro_batches, int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum())
     )
 

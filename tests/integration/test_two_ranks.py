@@ -61,7 +61,7 @@ Gradients = dict[tuple[str, str], torch.Tensor]
 def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gradients:
     """Whole gradients under every correction and aggregation mode, and what an update changes, as one of the
     ranks knows them."""
-    from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
+    from verl_rc.algorithm.ppo.mini_batches import MiniBatch
     from verl_rc.config.models import PolicyLossConfig
     from verl_rc.config.rollout_correction import RolloutCorrectionConfig
     from verl_rc.runtime.distributed.process_group import RankAddress
@@ -93,7 +93,7 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
                 torch.where(batch.response_mask, near, 0.0),
             )
         counted = batch.response_mask.sum(-1)
-        share = MiniBatchShare(
+        share = MiniBatch(
             SPLITS[world_size][rank], int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum())
         )
         for mode in MODES:

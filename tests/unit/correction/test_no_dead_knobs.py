@@ -190,11 +190,11 @@ def train_on(
         ).batch
         noise = torch.randn(proximal.shape, generator=torch.Generator().manual_seed(5))
         log_probs = proximal + (0.0 if config.bypass_mode else 0.1) * noise
-        batch, counts = corrected(batch, log_probs, config)
+        batch, (num_tokens, num_sequences) = corrected(batch, log_probs, config)
     except NonFiniteLogProbError as error:
         return (type(error).__name__.encode(),)
     log_probs.requires_grad_()
-    totals = Aggregation("token-mean", num_tokens=counts.num_tokens, num_sequences=counts.num_sequences)
+    totals = Aggregation("token-mean", num_tokens=num_tokens, num_sequences=num_sequences)
     scores = TokenScores(log_probs, torch.zeros_like(log_probs))
     loss = policy_objective(scores, batch, ACTOR, config, totals).loss
     loss.backward()

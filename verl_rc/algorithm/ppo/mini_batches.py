@@ -10,9 +10,12 @@ from verl_rc.config.rollout_correction import RejectionDenominator
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """The rows of one optimizer step, over all ranks, and its global counts."""
+    """The rows of one optimizer step, or a rank's part of them, and the counts of all of them over all
+    ranks."""
 
-    rows: list[int]
+    micro_batches: list[list[int]]
+    """Row numbers of each forward and backward: one with all rows before ranks share them. Every rank has the
+    same number of micro-batches; an empty one contributes nothing."""
     num_tokens: int
     """Tokens in the denominator mask: token-mean divides by it."""
     num_sequences: int
@@ -20,18 +23,10 @@ class MiniBatch:
     num_loss_tokens: int
     """Tokens that contribute to a loss; 0 skips the optimizer step."""
 
-
-@dataclass(frozen=True)
-class MiniBatchShare:
-    """One rank's part of a mini-batch."""
-
-    micro_batches: list[list[int]]
-    """Row numbers of each forward and backward; every rank has the same number of them, an empty one
-    contributes nothing."""
-    num_tokens: int
-    """Denominators of the whole mini-batch over all ranks; see ``MiniBatch``."""
-    num_sequences: int
-    num_loss_tokens: int
+    @property
+    def rows(self) -> list[int]:
+        """The row numbers of all micro-batches, one after the other."""
+        return [row for rows in self.micro_batches for row in rows]
 
 
 def plan_mini_batches(
@@ -76,5 +71,5 @@ def plan_mini_batches(
             batch_rows = sorted(rows[start : start + rows_per_mini_batch])
             tokens = denominator_tokens[batch_rows]
             num_loss_tokens = int(loss_tokens[batch_rows].sum())
-            plan.append(MiniBatch(batch_rows, int(tokens.sum()), int((tokens > 0).sum()), num_loss_tokens))
+            plan.append(MiniBatch([batch_rows], int(tokens.sum()), int((tokens > 0).sum()), num_loss_tokens))
     return plan

@@ -178,14 +178,6 @@ def statistics_inputs(
     )
 
 
-@dataclass(frozen=True)
-class MiniBatchCounts:
-    """The denominators of the losses of a whole mini-batch."""
-
-    num_tokens: int
-    num_sequences: int
-
-
 def corrected_current(
     batch: TrainBatch,
     log_probs: Tensor,

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from verl_rc.algorithm.ppo.choices import needs_statistics_first
 from verl_rc.algorithm.ppo.objective import (
-    MiniBatchCounts,
     corrected_current,
     loss_counts,
     measure_signatures,
@@ -55,10 +54,11 @@ class ActorCorrection:
 
     def measure_mini_batch(
         self, micro_batches: Sequence[Sequence[int]], current: CurrentLogProbs
-    ) -> MiniBatchCounts | None:
+    ) -> tuple[int, int] | None:
         """Measure the whole mini-batch in a pass without gradient, if the loss depends on it; collective.
 
-        Returns the loss's denominators; None where they do not depend on the correction.
+        Returns the loss's denominators, tokens and sequences; None where they do not depend on the
+        correction.
         """
         self._measured_before = None
         if not needs_statistics_first(self._config):
@@ -112,23 +112,23 @@ class ActorCorrection:
 
         Raises ``NonFiniteLogProbError`` when too many of its log-probs are not finite.
         """
-        mini_batch, counts = self._totals()
+        mini_batch, (num_tokens, _) = self._totals()
         # From totals over all ranks, so that all of them raise: the others would wait for one that raises
         # alone in the next collective.
         require_finite(mini_batch.nonfinite_fraction, self._config)
         self._step_statistics = _merged(self._step_statistics, mini_batch)
-        return counts.num_tokens
+        return num_tokens
 
-    def _totals(self) -> tuple[CorrectionStatistics, MiniBatchCounts]:
+    def _totals(self) -> tuple[CorrectionStatistics, tuple[int, int]]:
         """Statistics and counts of the micro-batches corrected since the last call, over all ranks;
         collective."""
         # A rank whose rows are all padding takes part too: an all-reduce waits for every rank.
         assert self._corrected is not None
         assert self._loss_counts is not None
         statistics = self._over_ranks(self._corrected)
-        counts = MiniBatchCounts(*all_reduce_sum(self._loss_counts, self._mesh).tolist())
+        num_tokens, num_sequences = all_reduce_sum(self._loss_counts, self._mesh).tolist()
         self._corrected = self._loss_counts = None
-        return statistics, counts
+        return statistics, (num_tokens, num_sequences)
 
     def gap(self) -> LogProbGap | None:
         """Mean and extreme |current - rollout| over the mini-batches so far, over all ranks; None when no

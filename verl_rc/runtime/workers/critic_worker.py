@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from verl_rc.algorithm.losses import Aggregation
-from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
+from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.algorithm.ppo.objective import Objective, value_objective
 from verl_rc.config.models import recomputes_activations
 from verl_rc.config.run import RunConfig
@@ -55,7 +55,7 @@ class CriticWorker(Learner):
             module.eval()
             return score_sequences(tokens, micro_batches, lambda part: [self._values(part)], self._device)
 
-    def update(self, batch: CriticBatch, mini_batches: Sequence[MiniBatchShare]) -> UpdateReport:
+    def update(self, batch: CriticBatch, mini_batches: Sequence[MiniBatch]) -> UpdateReport:
         """One optimizer step per mini-batch."""
         totals = ObjectiveTotals("critic")
         with self.model.in_use(with_optimizer=True) as module:
@@ -72,7 +72,7 @@ class CriticWorker(Learner):
             [learning_rate, *totals.metrics(is_first_rank=self._address.rank == 0)], totals.steps
         )
 
-    def accumulate(self, batch: CriticBatch, share: MiniBatchShare, totals: ObjectiveTotals) -> None:
+    def accumulate(self, batch: CriticBatch, share: MiniBatch, totals: ObjectiveTotals) -> None:
         """Gradients of one mini-batch."""
         aggregation = Aggregation(
             self._config.loss_agg_mode,

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from verl_rc.algorithm.losses import Aggregation, MiniBatchStatistics, mini_batch_statistics
 from verl_rc.algorithm.ppo.choices import mini_batch_loss_name
-from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
+from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.algorithm.ppo.objective import (
-    MiniBatchCounts,
     Objective,
     interpolation_gap,
     policy_objective,
@@ -151,7 +150,7 @@ class PolicyWorker(Learner):
         return [scores.log_probs, *(values for values in optional if values is not None)]
 
     def update(
-        self, batch: TrainBatch, mini_batches: Sequence[MiniBatchShare], request: UpdateRequest
+        self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], request: UpdateRequest
     ) -> ActorReport:
         """One optimizer step per mini-batch, in their order.
 
@@ -217,25 +216,23 @@ class PolicyWorker(Learner):
     def accumulate(
         self,
         batch: TrainBatch,
-        share: MiniBatchShare,
+        share: MiniBatch,
         totals: ObjectiveTotals,
         correction: ActorCorrection | None,
     ) -> None:
         """Add the gradients of one mini-batch; collective."""
-        denominators: MiniBatchShare | MiniBatchCounts = share
+        num_tokens, num_sequences = share.num_tokens, share.num_sequences
         if correction is not None:
             correction.updates = totals.num_updates
-            denominators = (
-                correction.measure_mini_batch(
-                    share.micro_batches, lambda rows: self._current_log_probs(batch, rows)
-                )
-                or share
+            measured = correction.measure_mini_batch(
+                share.micro_batches, lambda rows: self._current_log_probs(batch, rows)
             )
+            num_tokens, num_sequences = measured or (num_tokens, num_sequences)
         mini_batch = self._mini_batch_statistics(batch, share, correction)
         aggregation = Aggregation(
             self._actor.loss_agg_mode,
-            num_tokens=denominators.num_tokens,
-            num_sequences=denominators.num_sequences,
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
             loss_scale_factor=self._actor.loss_scale_factor,
         )
 
@@ -272,7 +269,7 @@ class PolicyWorker(Learner):
         )
 
     def _mini_batch_statistics(
-        self, batch: TrainBatch, share: MiniBatchShare, correction: ActorCorrection | None
+        self, batch: TrainBatch, share: MiniBatch, correction: ActorCorrection | None
     ) -> MiniBatchStatistics | None:
         """Statistics of the whole mini-batch, from a pass without gradient; None for losses that do not read
         them. Collective."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_rc.algorithm.ppo.mini_batches import MiniBatch, MiniBatchShare
+from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.records.batches import CriticBatch, Timed, TokenBatch, TrainBatch
 from verl_rc.records.microbatch import MicroBatches, MicroBatchLimit, assign_rows
 from verl_rc.records.ragged import Ragged, padded_values
@@ -93,13 +93,13 @@ class RankGroup:
 
     def split(
         self, batch: TrainBatch | CriticBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit
-    ) -> list[tuple[Ragged[TrainBatch | CriticBatch], list[MiniBatchShare]]]:
+    ) -> list[tuple[Ragged[TrainBatch | CriticBatch], list[MiniBatch]]]:
         """Return for each share its rows, and its part of every mini-batch as indices into these rows."""
         shares = self._shares(batch.tokens.sequence_lengths, mini_batches, limit)
         parts = []
         for number in range(self.num_shares):
             mini_batch_shares = [share[number] for share in shares]
-            place = _places([rows for share in mini_batch_shares for rows in share.micro_batches])
+            place = _places([share.rows for share in mini_batch_shares])
             local = [
                 replace(share, micro_batches=_localised(share.micro_batches, place))
                 for share in mini_batch_shares
@@ -130,16 +130,15 @@ class RankGroup:
 
     def _shares(
         self, lengths: Tensor, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit
-    ) -> list[list[MiniBatchShare]]:
+    ) -> list[list[MiniBatch]]:
         """Each share of each mini-batch, as row numbers of the whole batch."""
         shares = []
         for mini in mini_batches:
-            assigned = self._assign(lengths[mini.rows], limit)
-            counts = (mini.num_tokens, mini.num_sequences, mini.num_loss_tokens)
+            rows = mini.rows
             shares.append(
                 [
-                    MiniBatchShare([[mini.rows[index] for index in rows] for rows in micro_batches], *counts)
-                    for micro_batches in assigned
+                    replace(mini, micro_batches=[[rows[index] for index in part] for part in micro_batches])
+                    for micro_batches in self._assign(lengths[rows], limit)
                 ]
             )
         return shares

@@ -11,7 +11,7 @@ from bypass_cases import CASES, case_batch, case_config, case_id, with_verl_name
 from small_models import small_run_config
 from two_processes import free_port
 
-from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
+from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.metrics import reduce_metrics
@@ -66,7 +66,7 @@ def test_golden_gradient_and_metrics(
     worker.table = torch.tensor(case["log_probs"]).requires_grad_()
     correction = ActorCorrection(UpdateRequest(worker._correction, 0), 1, worker._mesh)
     counted = batch.response_mask.sum(-1)
-    share = MiniBatchShare(micro_batches, int(counted.sum()), int((counted > 0).sum()), int(counted.sum()))
+    share = MiniBatch(micro_batches, int(counted.sum()), int((counted > 0).sum()), int(counted.sum()))
     worker.accumulate(batch, share, ObjectiveTotals("actor"), correction)
     torch.testing.assert_close(worker.table.grad, torch.tensor(expected["grad"]), rtol=1e-5, atol=1e-7)
     assert correction.end_mini_batch() == int(
@@ -97,7 +97,7 @@ def test_one_decoupled_update_has_the_gradient_of_bypass_without_clip(
     worker.table = table.clone().requires_grad_()
     counted = kept if config.rejection_denominator == "kept" else batch.response_mask
     rows = int(counted.any(dim=-1).sum())
-    share = MiniBatchShare([[0, 1, 2, 3, 4, 5]], int(counted.sum()), rows, int(kept.sum()))
+    share = MiniBatch([[0, 1, 2, 3, 4, 5]], int(counted.sum()), rows, int(kept.sum()))
     worker.accumulate(batch, share, ObjectiveTotals("actor"), None)
     torch.testing.assert_close(
         worker.table.grad, torch.tensor(case["expected"]["grad"]), rtol=1e-5, atol=1e-7
@@ -116,7 +116,7 @@ def test_the_gap_is_that_before_an_update_or_none(worker: TablePolicy, first: li
     shares = []
     for rows in (first, [row for row in range(6) if row not in first]):
         counted = batch.response_mask[rows].sum(-1)
-        shares.append(MiniBatchShare([rows], int(counted.sum()), 3, int(counted.sum())))
+        shares.append(MiniBatch([rows], int(counted.sum()), 3, int(counted.sum())))
     request = UpdateRequest(worker._correction, 0, gap_limit=1e-3)
     if first == [0, 1, 2]:
         assert worker.update(batch, shares, request).gap is None
@@ -132,7 +132,7 @@ def test_a_gap_that_is_no_rounding_stops_before_the_weights_change(worker: Table
     worker.table = torch.tensor(case["log_probs"]).requires_grad_()
     before = [parameter.full_tensor().clone() for parameter in worker.model.module.parameters()]
     counted = batch.response_mask.sum(-1)
-    share = MiniBatchShare([[0, 1, 2, 3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
+    share = MiniBatch([[0, 1, 2, 3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
     with pytest.raises(SyncProofError, match="this step's rollouts"):
         worker.update(batch, [share], UpdateRequest(worker._correction, 0, gap_limit=1e-3))
     after = [parameter.full_tensor() for parameter in worker.model.module.parameters()]
@@ -191,7 +191,7 @@ def test_sums_of_squared_probabilities_are_computed_for_the_first_mini_batch_alo
     )
     worker.table = torch.tensor(case["log_probs"]).requires_grad_()
     counted = batch.response_mask.sum(-1)
-    share = MiniBatchShare([[0, 1, 2], [3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
+    share = MiniBatch([[0, 1, 2], [3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
     worker.asked_for_squares.clear()
     worker.update(batch, [share, share], UpdateRequest(worker._correction, 0))
     assert worker.asked_for_squares == [diagnostics == "full"] * 2 + [False] * 2
@@ -215,7 +215,7 @@ def test_tokens_that_the_driver_left_out_have_no_gradient_and_are_not_counted(
         batch.loss_mask = batch.response_mask.clone()
         batch.loss_mask[0] &= not left_out
         counted = batch.response_mask.sum(-1)
-        share = MiniBatchShare([[0, 1, 2], [3, 4, 5]], int(counted.sum()), 6, int(batch.loss_mask.sum()))
+        share = MiniBatch([[0, 1, 2], [3, 4, 5]], int(counted.sum()), 6, int(batch.loss_mask.sum()))
         report = worker.update(batch, [share], UpdateRequest(worker._correction, 0))
         gradients.append(worker.table.grad)
         counts.append((report.loss_tokens, int(batch.loss_mask.sum())))
@@ -231,7 +231,7 @@ def test_a_mini_batch_of_which_nothing_is_kept_is_skipped(worker: TablePolicy) -
     worker._correction = case_config(case)
     worker.table = torch.tensor(case["log_probs"]).add(3.0).requires_grad_()
     counted = batch.response_mask.sum(-1)
-    share = MiniBatchShare([[0, 1, 2, 3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
+    share = MiniBatch([[0, 1, 2, 3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
     report = worker.update(batch, [share], UpdateRequest(worker._correction, 0))
     assert report.loss_tokens == [0]
     assert {metric.name: metric.value for metric in report.metrics}["rollout_corr/skipped_updates"] == 1
@@ -249,7 +249,7 @@ def test_the_proximal_policy_is_interpolated_by_the_updates_of_the_step(worker: 
     )
     batch.scores, batch.proximal_log_probs = torch.zeros(rows), batch.rollout_log_probs + 0.25
     counted = batch.response_mask.sum(-1)
-    share = MiniBatchShare([list(range(rows))], int(counted.sum()), rows, int(counted.sum()))
+    share = MiniBatch([list(range(rows))], int(counted.sum()), rows, int(counted.sum()))
     request = UpdateRequest(worker._correction, 7, compares_proximal=True)
     report = worker.update(batch, [share, share], request)
     gaps = []

@@ -10,7 +10,7 @@ from small_models import VOCABULARY, log_probs, make_train_batch, small_model_co
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 from two_processes import free_port
 
-from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
+from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.records.batches import TrainBatch, positions_mask
 from verl_rc.runtime.distributed.process_group import RankAddress
 from verl_rc.runtime.workers.forward import ForwardOptions
@@ -89,7 +89,7 @@ def test_a_teacher_of_another_shape_scores_as_it_would_alone(
 
 def gradient(worker: PolicyWorker, batch: TrainBatch, micro_batches: list[list[int]]) -> torch.Tensor:
     counted, kept = LENGTHS, int(make_train_batch(LENGTHS, REJECTED).loss_mask.sum())
-    share = MiniBatchShare(micro_batches, sum(counted), sum(length > 0 for length in counted), kept)
+    share = MiniBatch(micro_batches, sum(counted), sum(length > 0 for length in counted), kept)
     worker.accumulate(batch, share, ObjectiveTotals("actor"), correction=None)
     flat = torch.cat([p.grad.full_tensor().flatten() for p in worker.model.module.parameters()]).double()  # type: ignore[union-attr]
     worker.model.optimizer.zero_grad()

@@ -9,7 +9,7 @@ import torch
 from small_models import make_train_batch, small_run_config
 from two_processes import free_port
 
-from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
+from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.config.algorithms import LOSS_MODES
 from verl_rc.config.models import PolicyLossConfig
 from verl_rc.records.batches import TrainBatch
@@ -56,9 +56,9 @@ def choose(worker: PolicyWorker, loss_mode: str) -> None:
     worker._actor = worker._actor.model_copy(update={"policy_loss": policy_loss})
 
 
-def share_of(batch: TrainBatch, micro_batches: list[list[int]]) -> MiniBatchShare:
+def share_of(batch: TrainBatch, micro_batches: list[list[int]]) -> MiniBatch:
     counted = batch.response_mask.sum(-1)
-    return MiniBatchShare(
+    return MiniBatch(
         micro_batches, int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum())
     )
 

@@ -12,7 +12,7 @@ from small_models import make_train_batch, small_run_config, write_small_model
 from two_processes import free_port
 
 from verl_rc.algorithm.health.guards import NonFiniteGradientsError, count_nonfinite_updates
-from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
+from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.records.batches import TrainBatch
 from verl_rc.records.optimizer_step import OptimizerStep
 from verl_rc.runtime.distributed.process_group import RankAddress
@@ -55,9 +55,9 @@ def step(worker: PolicyWorker, factor: float = 1.0) -> OptimizerStep:
     return worker.model.step()
 
 
-def share_of(batch: TrainBatch) -> MiniBatchShare:
+def share_of(batch: TrainBatch) -> MiniBatch:
     counted = batch.response_mask.sum(-1)
-    return MiniBatchShare([[0, 1], [2, 3]], int(counted.sum()), len(counted), int(batch.loss_mask.sum()))
+    return MiniBatch([[0, 1], [2, 3]], int(counted.sum()), len(counted), int(batch.loss_mask.sum()))
 
 
 def weights(worker: PolicyWorker) -> torch.Tensor:

@@ -12,7 +12,7 @@ from host_reads import HostReads
 from small_models import make_train_batch, small_run_config
 
 from verl_rc.algorithm.losses import AGGREGATION_MODES
-from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
+from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.algorithm.ppo.objective import Objective
 from verl_rc.metrics import reduce_metrics
 from verl_rc.records.batches import TrainBatch, positions_mask
@@ -41,7 +41,7 @@ def worker(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 def gradient(worker: PolicyWorker, batch: TrainBatch, micro_batches: list[list[int]]) -> torch.Tensor:
     kept = batch.response_mask.sum(-1)
-    share = MiniBatchShare(micro_batches, int(kept.sum()), int((kept > 0).sum()), int(batch.loss_mask.sum()))
+    share = MiniBatch(micro_batches, int(kept.sum()), int((kept > 0).sum()), int(batch.loss_mask.sum()))
     worker.accumulate(batch, share, ObjectiveTotals("actor"), correction=None)
     flat = torch.cat([p.grad.full_tensor().flatten() for p in worker.model.module.parameters()]).double()  # type: ignore[union-attr]
     worker.model.optimizer.zero_grad()
@@ -100,7 +100,7 @@ def test_update_moves_parameters_and_reports_exact_totals(worker: PolicyWorker) 
     batch = make_train_batch(LENGTHS)
     before = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()]).clone()  # type: ignore[attr-defined]
     tokens, kept = int(batch.response_mask.sum()), int(batch.loss_mask.sum())
-    share = MiniBatchShare([[0, 1], [2, 3, 4, 5]], tokens, 5, kept)
+    share = MiniBatch([[0, 1], [2, 3, 4, 5]], tokens, 5, kept)
     records = worker.update(batch, [share], UpdateRequest(worker._correction, 0)).metrics
     after = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()])  # type: ignore[attr-defined]
     assert not torch.equal(before, after)
@@ -124,7 +124,7 @@ def test_a_wholly_rejected_mini_batch_skips_the_step(worker: PolicyWorker) -> No
     batch = make_train_batch(LENGTHS, rejected_rows=tuple(range(len(LENGTHS))))
     before = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()]).clone()  # type: ignore[attr-defined]
     report = worker.update(
-        batch, [MiniBatchShare([[0, 1]], 9, 2, num_loss_tokens=0)], UpdateRequest(worker._correction, 0)
+        batch, [MiniBatch([[0, 1]], 9, 2, num_loss_tokens=0)], UpdateRequest(worker._correction, 0)
     )
     records = {record.name: record.value for record in report.metrics}
     after = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()])  # type: ignore[attr-defined]
@@ -138,7 +138,7 @@ def test_an_update_reads_the_device_where_that_is_announced_and_nowhere_else(wor
     packs rows by."""
     batch = make_train_batch(LENGTHS, REJECTED)
     kept = batch.response_mask.sum(-1)
-    share = MiniBatchShare(
+    share = MiniBatch(
         [[0, 1, 2], [3, 4, 5]], int(kept.sum()), int((kept > 0).sum()), int(batch.loss_mask.sum())
     )
     request = UpdateRequest(worker._correction, policy_version=0)

@@ -14,7 +14,7 @@ from small_checkpoints import whole
 from small_models import make_train_batch, small_run_config, write_small_model
 from two_processes import free_port
 
-from verl_rc.algorithm.ppo.mini_batches import MiniBatchShare
+from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.records.batches import CriticBatch, TrainBatch
 from verl_rc.runtime.distributed.process_group import RankAddress
@@ -76,7 +76,7 @@ def start(folder: Path, *roles: str, more: Sequence[str] = ()) -> TrainerRank | 
 
 def train(rank: TrainerRank | Alone, role: str, batch: TrainBatch) -> None:
     counted = batch.response_mask.sum(-1)
-    share = MiniBatchShare(ROWS, int(counted.sum()), len(counted), int(batch.loss_mask.sum()))
+    share = MiniBatch(ROWS, int(counted.sum()), len(counted), int(batch.loss_mask.sum()))
     if role == "actor":
         rank.call("actor", "update", batch, [share], UpdateRequest(RolloutCorrectionConfig(), 0))
     if role == "critic":
