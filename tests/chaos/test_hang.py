@@ -52,7 +52,7 @@ def assert_told_who_waits_for_whom(
     assert f"  actor rank 1: {condition}" in last
     assert str(report) in last
     text = report.read_text()
-    assert "driver/stages.py" in text  # where the driver waits
+    assert "trainer/stages.py" in text  # where the driver waits
     assert "policy_worker.py" in text  # where rank 0 does
 
 

@@ -84,9 +84,7 @@ def gradients(module: torch.nn.Module) -> torch.Tensor:
 
 def share_of(batch: TrainBatch, micro_batches: list[list[int]]) -> MiniBatch:
     counted = batch.response_mask.sum(-1)
-    return MiniBatch(
-        micro_batches, int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum())
-    )
+    return MiniBatch(micro_batches, int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum()))
 
 
 def run_case(case: Case, rank: int, folder: Path, ports: list[int]) -> Found:

@@ -26,7 +26,7 @@ from verl_rc.runtime.workers.updates import UpdateRequest
 ACTOR = small_run_config(Path("unused")).actor_rollout_ref.actor
 NUMBERS = "correction/statistics.py:_numbers"
 """All statistics in one copy."""
-COUNTS = "workers/actor_correction.py:_totals"
+COUNTS = "runtime/workers/actor_correction.py:_totals"
 """What is in the loss."""
 
 

@@ -19,7 +19,7 @@ from verl_rc.algorithm.advantage import (
 )
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS
 
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "advantages.json").read_text())["cases"]
+GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "advantages.json").read_text())["cases"]
 NAMES = [name for name, spec in ADVANTAGE_ESTIMATORS.items() if spec.same_as is None]
 COMPARING_GROUPS = [name for name in NAMES if ADVANTAGE_ESTIMATORS[name].compares_groups]
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from verl_rc.algorithm.losses import AGGREGATION_MODES, Aggregation, aggregate_loss, token_mean
 from verl_rc.metrics.mergeable import Mean
 
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "loss_aggregation.json").read_text())["cases"]
+GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "loss_aggregation.json").read_text())["cases"]
 
 
 def float64(values: Any) -> Tensor:

@@ -13,7 +13,7 @@ from verl_rc.algorithm.losses import compute_policy_loss
 
 GOLDEN = [
     case
-    for case in json.loads((Path(__file__).parents[2] / "golden" / "bypass_losses.json").read_text())["cases"]
+    for case in json.loads((Path(__file__).parents[3] / "golden" / "bypass_losses.json").read_text())["cases"]
     if case["config"]["loss_type"] == "ppo_clip"
 ]
 

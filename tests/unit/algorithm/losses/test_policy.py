@@ -26,7 +26,7 @@ from verl_rc.algorithm.losses import (
 from verl_rc.config.algorithms import POLICY_LOSSES, LossOptions
 from verl_rc.metrics.mergeable import Mean
 
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "policy_losses.json").read_text())["cases"]
+GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "policy_losses.json").read_text())["cases"]
 NAMES = tuple(POLICY_LOSSES)
 CONFIG = {
     "clip_ratio_low": 0.1,

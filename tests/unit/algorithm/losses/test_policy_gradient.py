@@ -31,7 +31,7 @@ def test_two_tokens_by_hand_without_looking_at_the_old_policy() -> None:
 
 GOLDEN = [
     case
-    for case in json.loads((Path(__file__).parents[2] / "golden" / "bypass_losses.json").read_text())["cases"]
+    for case in json.loads((Path(__file__).parents[3] / "golden" / "bypass_losses.json").read_text())["cases"]
     if case["config"]["loss_type"] == "reinforce"
 ]
 

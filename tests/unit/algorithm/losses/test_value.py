@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from verl_rc.algorithm.losses import Aggregation, compute_value_loss, explained_variance
 
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "value_loss.json").read_text())["cases"]
+GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "value_loss.json").read_text())["cases"]
 
 
 @pytest.mark.parametrize(

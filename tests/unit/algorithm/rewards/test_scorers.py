@@ -155,7 +155,7 @@ def test_dapo_math(response, score, accuracy, answer):
     assert dapo_math(response, "34") == {"score": score, "acc": accuracy, "pred": answer}
 
 
-PAIRS = json.loads((Path(__file__).parents[2] / "golden" / "math_answers.json").read_text())["pairs"]
+PAIRS = json.loads((Path(__file__).parents[3] / "golden" / "math_answers.json").read_text())["pairs"]
 PERCENT_IS_A_FACTOR = [("50", "0.5"), ("0.5", "50"), (r"10\%", "0.1"), ("0.1", r"10\%"), (r"5\%", "0.05")]
 """verl's prime_math takes a number for a hundredth of itself, with and without a percent sign; its other
 scorers do not."""
@@ -171,7 +171,7 @@ def test_signs_and_units_count_as_in_the_scorers_of_verl(pair):
     assert dapo_math(f"Answer: {answer}", truth)["acc"] == right
 
 
-TABLE = json.loads((Path(__file__).parents[2] / "golden" / "math_pairs.json").read_text())
+TABLE = json.loads((Path(__file__).parents[3] / "golden" / "math_pairs.json").read_text())
 
 
 @pytest.mark.parametrize("right", [True, False])

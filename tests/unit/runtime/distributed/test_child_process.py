@@ -15,7 +15,7 @@ import torch
 
 from verl_rc.runtime.distributed.child_process import ChildProcess, HangError, ProcessLostError, RemoteError
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 @contextmanager

@@ -75,7 +75,7 @@ def test_all_end_by_order_and_with_the_process_that_started_it(tmp_path: Path, o
         f"process = subprocess.Popen(supervised(['sh', '-c', {script!r}])); print(process.pid, flush=True); "
         "process.wait()"
     )
-    root = str(Path(__file__).parents[3])
+    root = str(Path(__file__).parents[4])
     with subprocess.Popen(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": root},

@@ -84,7 +84,7 @@ def test_a_lender_that_is_killed_leaves_no_segment() -> None:
         "from weight_borrowers import Lender; import time; print(Lender().lend([1.0, 2.0]), flush=True); "
         "time.sleep(3600)"
     )
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tests'}"}
     with subprocess.Popen(
         [sys.executable, "-c", code],

@@ -58,9 +58,7 @@ def choose(worker: PolicyWorker, loss_mode: str) -> None:
 
 def share_of(batch: TrainBatch, micro_batches: list[list[int]]) -> MiniBatch:
     counted = batch.response_mask.sum(-1)
-    return MiniBatch(
-        micro_batches, int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum())
-    )
+    return MiniBatch(micro_batches, int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum()))
 
 
 def gradient(worker: PolicyWorker, batch: TrainBatch, micro_batches: list[list[int]]) -> torch.Tensor:

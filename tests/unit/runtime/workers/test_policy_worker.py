@@ -145,11 +145,11 @@ def test_an_update_reads_the_device_where_that_is_announced_and_nowhere_else(wor
     with HostReads() as reads:
         worker.update(batch, [share, share], request)
     # Micro-batches are cut from the rank's rows on the host, before they reach the device.
-    places = [place for place in reads.places if not place.startswith("data/ragged.py")]
+    places = [place for place in reads.places if not place.startswith("records/ragged.py")]
     assert Counter(places) == {
-        "workers/sharded_model.py:step": 2,
-        "workers/micro_batches.py:metrics": 1,
-        "workers/attention.py:from_lengths": 2 * 4,
+        "runtime/workers/sharded_model.py:step": 2,
+        "runtime/workers/micro_batches.py:metrics": 1,
+        "runtime/workers/attention.py:from_lengths": 2 * 4,
     }
 
 

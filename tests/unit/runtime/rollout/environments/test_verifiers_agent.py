@@ -29,7 +29,7 @@ ROW = {"extra_info": {"index": 2}}
 def test_turns_are_the_policys_and_the_reward_is_the_score(
     how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parents[4]), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
     make = environment_class("verl_rc.runtime.rollout.environments.agent:Agent", how)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from verl_rc.runtime.rollout.vllm.process_cleanup import unlink_shared_memory
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[5]
 FAMILY = """
 import multiprocessing, os, signal, time
 from verl_rc.runtime.rollout.vllm.process_cleanup import die_with_parent
