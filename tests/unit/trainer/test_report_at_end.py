@@ -61,7 +61,10 @@ def said(caplog):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-@pytest.mark.parametrize(("error", "status", "reason"), ENDINGS)
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [*ENDINGS[:2], *(pytest.param(*ending, marks=pytest.mark.slow) for ending in ENDINGS[2:])],
+)
 def test_how_it_ended_is_kept_and_goes_on(tmp_path, monkeypatch, error, status, reason):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: WRITTEN)
     folder = write_run(tmp_path / "run", healthy(steps=3))
@@ -199,7 +202,10 @@ def end_with(experiment, folder, error, **further) -> BaseException | None:
     return None
 
 
-@pytest.mark.parametrize(("error", "status", "reason"), ENDINGS)
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [*ENDINGS[:2], *(pytest.param(*ending, marks=pytest.mark.slow) for ending in ENDINGS[2:])],
+)
 def test_an_experiment_gets_verdict_and_page_of_all_steps_and_then_ends(tmp_path, error, status, reason):
     folder, experiment = write_run(tmp_path / "run", healthy(steps=3)), KeptExperiment()
     assert end_with(experiment, folder, error) is error

@@ -111,7 +111,9 @@ BACKGROUND = (
 )
 
 
-@pytest.mark.parametrize("goes_on", [False, True], ids=["ends", "goes on"])
+@pytest.mark.parametrize(
+    "goes_on", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ends", "goes on"]
+)
 @pytest.mark.parametrize("background", BACKGROUND)
 def test_what_a_script_leaves_in_the_background_ends_with_it(
     background: str, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -114,7 +114,15 @@ def inputs_of(config: RunConfig) -> set[str]:
     return set(inputs_of_update(plan_policy(config), plan_advantages(config)))
 
 
-@pytest.mark.parametrize("name", list(MATRIX))
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name.endswith("; alone") or name.startswith("grpo;")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in MATRIX
+    ],
+)
 def test_the_inputs_decide_the_update_and_nothing_else_does(name: str) -> None:
     config = config_of(MATRIX[name])
     expected = outcome(config)
