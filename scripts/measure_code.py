@@ -7,7 +7,7 @@ import argparse
 import ast
 import re
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,6 @@ BUDGETS = {
 """What a change that adds something has to stay below, or to say why not."""
 _RUN = ("verl_rc.main_ppo", "verl_rc.main_sft")
 _ENGINES = "verl_rc.runtime.rollout.vllm"  # processes load them by name
-_WINDOW, _WINDOW_CHARACTERS = 8, 120
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -86,43 +85,6 @@ class Package:
                 waiting += _imported(self.trees[self.modules[name]]) & self.modules.keys()
         return {self.modules[name] for name in seen}
 
-    @property
-    def repeated_percent(self) -> float:
-        """Percentage of code lines inside a window of eight lines that occurs twice; no docstrings, comments
-        or imports."""
-        places: dict[tuple[str, ...], list[tuple[Path, int]]] = defaultdict(list)
-        total = 0
-        for path, tree in self.trees.items():
-            lines = _code_lines(self.texts[path], tree)
-            total += len(lines)
-            for start in range(len(lines) - _WINDOW + 1):
-                window = tuple(lines[start : start + _WINDOW])
-                if sum(map(len, window)) >= _WINDOW_CHARACTERS:
-                    places[window].append((path, start))
-        repeated = {
-            (path, start + offset)
-            for windows in places.values()
-            if len(windows) > 1
-            for path, start in windows
-            for offset in range(_WINDOW)
-        }
-        return 100 * len(repeated) / max(1, total)
-
-
-def _code_lines(text: str, tree: ast.Module) -> list[str]:
-    skipped: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, *_FUNCTIONS)) and ast.get_docstring(node):
-            skipped.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            skipped.update(range(node.lineno, (node.end_lineno or 0) + 1))
-    lines = (
-        re.sub(r"\s+#.*$", "", line).strip()
-        for number, line in enumerate(text.splitlines(), 1)
-        if number not in skipped
-    )
-    return [line for line in lines if line and not line.startswith("#")]
-
 
 def _imported(tree: ast.Module) -> set[str]:
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
@@ -168,13 +130,11 @@ def house(checkout: Path) -> dict[str, int]:
 def style(checkout: Path) -> dict[str, str]:
     """Sizes of files and functions, and what an addition of each kind touches."""
     package = Package(checkout / "verl_rc")
-    functions = sorted(package.function_sizes)
+    functions = package.function_sizes
     rows = {
         "files": str(len(package.sizes)),
         "lines of a file: median, largest": f"{statistics.median(package.sizes):.0f}, {max(package.sizes)}",
-        "lines of a function: median, p90, largest": f"{statistics.median(functions):.0f}, "
-        f"{functions[int(0.9 * len(functions))]}, {functions[-1]}",
-        "repeated lines": f"{package.repeated_percent:.1f} %",
+        "lines of a function: median, largest": f"{statistics.median(functions):.0f}, {max(functions)}",
     }
     patches = patched_files(checkout)
     return rows | {f"files of CONTRIBUTING's patch: {kind}": str(count) for kind, count in patches.items()}

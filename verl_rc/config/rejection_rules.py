@@ -27,11 +27,6 @@ class Threshold:
         """The lower bound of a ratio: the given one, else ``1 / upper``."""
         return 1.0 / self.upper if self.lower is None else self.lower
 
-    @property
-    def keeps_one(self) -> bool:
-        """Whether a ratio of 1 is within bounds."""
-        return self.upper >= 1.0 and (self.lower is None or self.lower <= 1.0)
-
     def __str__(self) -> str:
         return repr(self.upper) if self.lower is None else f"{self.lower!r}_{self.upper!r}"
 

@@ -38,7 +38,7 @@ def random_inputs(rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
     return rollout + 0.05 * torch.randn(rows, length, generator=generator), rollout, mask
 
 
-def print_table(rows: int, length: int, rounds: int) -> None:
+def print_table(rows: int, length: int) -> None:
     """One line for each case."""
     from verl.trainer.ppo.rollout_corr_helper import (  # not a dependency: found on --verl
         compute_rollout_correction_and_rejection_mask,
@@ -56,7 +56,7 @@ def print_table(rows: int, length: int, rounds: int) -> None:
     for name, fields in CASES.items():
         theirs = partial(compute_rollout_correction_and_rejection_mask, train, rollout, float_mask, **fields)
         candidates = [partial(ours, fields, "core"), partial(ours, fields, "full"), theirs]
-        core, full, verl = interleaved_seconds(candidates, rounds)
+        core, full, verl = interleaved_seconds(candidates, rounds=9)
         print(f"| {name} | {core:.3f} | {full:.3f} | {verl:.3f} | {verl / core:.1f} | {verl / full:.1f} |")
 
 
@@ -67,14 +67,13 @@ def main() -> None:
     )
     parser.add_argument("--verl", required=True, help="folder that verl was installed to")
     parser.add_argument("--shape", action="append", help="ROWSxLENGTH, several times")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     sys.path.append(options.verl)
     for shape in options.shape or ["512x4096", "256x8192"]:
         rows, length = map(int, shape.split("x"))
-        print_table(rows, length, options.rounds)
+        print_table(rows, length)
 
 
 if __name__ == "__main__":

@@ -42,10 +42,6 @@ def test_statements_are_counted_without_docstrings(package: Package) -> None:
     assert package.statements(package.reached(["verl_rc.main_ppo"])) == low + main
 
 
-def test_repeated_stretches(package: Package) -> None:
-    assert package.repeated_percent == pytest.approx(100 * 16 / (9 + 12 + 1))
-
-
 def test_every_patch_of_contributing_is_counted() -> None:
     assert list(patched_files(ROOT)) == [
         "policy loss",
