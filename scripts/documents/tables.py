@@ -86,11 +86,11 @@ def presets_table() -> str:
         (
             ", ".join(f"`{name}`" for name in alike),
             fields,
-            "; ".join(dict.fromkeys(PRESETS[name].origin for name in alike)),
+            ", ".join(dict.fromkeys(PRESETS[name].origin.partition(",")[0] for name in alike)),
         )
         for fields, alike in names.items()
     )
-    return table(("preset", "fields", "the name comes from"), rows)
+    return table(("preset", "fields", "source"), rows)
 
 
 def effective_overrides(name: str) -> str:

@@ -26,7 +26,7 @@ _CLIP: Mapping[str, object] = {"bypass_mode": True, "loss_type": "ppo_clip"}
 _REINFORCE: Mapping[str, object] = {"bypass_mode": True, "loss_type": "reinforce"}
 
 _WHEN_C1, _WHEN_C2, _WHEN_C3 = "verl, November 2025", "verl, November to December 2025", "verl, December 2025"
-_WHEN_D, _WHEN_DOCS = "verl since January 2026", "named in verl's documents only"
+_WHEN_D, _WHEN_DOCS = "verl, since January 2026", "verl, in its documents only"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Preset:
     fields: Mapping[str, object]
     """The fields in which it differs from the defaults."""
     origin: str = _WHEN_D
-    """The origin of its name."""
+    """The origin of its name: who named it, then after a comma when or what."""
 
 
 _TODAY: Mapping[str, Preset] = {
@@ -127,7 +127,9 @@ _FORMER: Mapping[str, Preset] = {
 
 _PAPERS: Mapping[str, Preset] = {
     "tis": Preset(
-        "token weights truncated at 2, as FlashRL introduced them", _TOKEN, "Yao et al. 2025, truncated IS"
+        "token weights truncated at 2, as FlashRL introduced them",
+        _TOKEN,
+        "FlashRL, Yao et al. 2025, truncated IS",
     ),
     "icepop": Preset("token weights, zero outside [0.5, 5]", _ICEPOP, "arXiv:2510.18855, IcePop"),
     "kpop": Preset(
@@ -148,13 +150,13 @@ _PAPERS: Mapping[str, Preset] = {
             "rollout_rs": "seq_mean_k1",
             "rollout_rs_threshold": "0.99_1.01",
         },
-        "OpenRLHF and NeMo-RL, seq-mask-tis",
+        "OpenRLHF, NeMo-RL, seq-mask-tis",
     ),
     "mis_po": Preset(
         "tokens outside [0.5, 2] and sequences with a geometric mean ratio outside [0.996, 1.001] are "
         "rejected; no weights",
         {"rollout_rs": "token_k1,seq_mean_k1", "rollout_rs_threshold": "0.5_2.0,0.996_1.001"},
-        "Step-3.5-Flash report, MIS-PO, with the sequence band of its ablations; the token band is this "
+        "Step-3.5-Flash, MIS-PO of its report, with the sequence band of its ablations; the token band is this "
         "project's",
     ),
     "dppo_tv": Preset(
@@ -177,7 +179,7 @@ _PAPERS: Mapping[str, Preset] = {
     "prefix_is": Preset(
         "weights of a token: the product of the ratios up to it, truncated at 2",
         {"rollout_is": "prefix"},
-        "Precup, Sutton and Singh 2000, per-decision importance sampling",
+        "Precup et al. 2000, per-decision importance sampling",
     ),
     "topr": Preset(
         "two policies: policy gradient; sequence weights, truncated at 1, where the advantage is negative",
