@@ -23,12 +23,13 @@ Every number that a run reports, with its unit and formula. `python -m scripts.d
 writes this page from `verl_rc/metrics/catalog`; change an entry there.
 
 - *Name*: `{data_source}` stands for the name of a data source, `{n}` for a number, other names in
-  braces for one word. Formulas leave out the prefix of a name that is their own.
+  braces for one word. `{spread}`, `{extreme}` and most `{statistic}`s are the mean, maximum or
+  minimum (`std`: population standard deviation) of what the formula names. Formulas leave out the
+  prefix of a name that is their own.
 - *Unit*: `1` is a ratio, a fraction or a count.
 - *How it is computed*: `a / b` counts a and b over the batch of one step, where nothing else is
-  said. `tests/unit/metrics/catalog/test_worked_values.py` has a worked value of every formula.
-- *Healthy*: where the number lies in most runs that go well; empty where no general statement is
-  possible.
+  said.
+- *Healthy*: where the number lies in most runs that go well, if that can be said.
 
 ## Words and symbols
 
@@ -47,28 +48,35 @@ def metrics_page() -> str:
     for section, specs in SECTIONS.items():
         rows = ((f"`{spec.name}`", spec.unit, spec.formula, spec.healthy_in_words) for spec in specs)
         parts += [f"\n## {section}\n\n", table(("Name", "Unit", "How it is computed", "Healthy"), rows)]
-    clipping = (
-        (f"`{name}`", loss.clipped or "", loss.clipped_lower or "", _PPO_KL[loss.ppo_kl])
-        for name, loss in POLICY_LOSSES.items()
-    )
+    losses: dict[tuple[str, str, str], list[str]] = {}
+    for name, loss in POLICY_LOSSES.items():
+        losses.setdefault((loss.clipped or "", loss.clipped_lower or "", _PPO_KL[loss.ppo_kl]), []).append(
+            name
+        )
+    clipping = ((_code(alike), *clipped) for clipped, alike in losses.items())
     head = ("loss", "`actor/pg_clipfrac`", "`actor/pg_clipfrac_lower`", "`actor/ppo_kl`")
     return "".join((*parts, _CLIPPING_HEAD, table(head, clipping)))
 
 
-_CLIPPING_HEAD = """
+def _code(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+_CLIPPING_HEAD = f"""
 ## Clipping by policy loss
 
 The tokens that `actor/pg_clipfrac` and `actor/pg_clipfrac_lower` count, and what `actor/ppo_kl`
-averages; empty: the metric is not reported. r: exp(current − old log-prob) of a token; s: the
-ratio of its sequence, as the loss defines it; π, π_old: probability of the token under the current
-and the old policy; ε_low, ε_high, c: `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_c` of
-`actor_rollout_ref.actor`; low, high: `actor/ratio_low`, `actor/ratio_high`.
+averages (clamped: to ±{LOG_RATIO_BOUND:g} nats); empty: not reported. δ: old − current log-prob of a
+token, r = exp(−δ); s: the ratio of its sequence, as the loss defines it; π, π_old: probability of
+the token under the current and the old policy; ε_low, ε_high, c: `clip_ratio_low`,
+`clip_ratio_high`, `clip_ratio_c` of `actor_rollout_ref.actor`; low, high: `actor/ratio_low`,
+`actor/ratio_high`.
 
 """
 _PPO_KL = {
-    "clamped": f"old − current log-prob, clamped to ±{LOG_RATIO_BOUND:g} nats",
-    "whole": "old − current log-prob",
-    "distance": "|old − current log-prob|",
+    "clamped": "clamped δ",
+    "whole": "δ",
+    "distance": "|δ|",
     "none": "",
 }
 
@@ -84,7 +92,7 @@ def presets_table() -> str:
         names.setdefault(effective_overrides(name), []).append(name)
     rows = (
         (
-            ", ".join(f"`{name}`" for name in alike),
+            _code(alike),
             fields,
             ", ".join(dict.fromkeys(PRESETS[name].origin.partition(",")[0] for name in alike)),
         )

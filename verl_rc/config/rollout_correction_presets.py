@@ -156,8 +156,8 @@ _PAPERS: Mapping[str, Preset] = {
         "tokens outside [0.5, 2] and sequences with a geometric mean ratio outside [0.996, 1.001] are "
         "rejected; no weights",
         {"rollout_rs": "token_k1,seq_mean_k1", "rollout_rs_threshold": "0.5_2.0,0.996_1.001"},
-        "Step-3.5-Flash, MIS-PO of its report, with the sequence band of its ablations; the token band is this "
-        "project's",
+        "Step-3.5-Flash, MIS-PO of its report, with the sequence band of its ablations; the token band is "
+        "this project's",
     ),
     "dppo_tv": Preset(
         "tokens whose probability differs by more than 0.15 are rejected",

@@ -3,8 +3,7 @@
 from verl_rc.metrics.bounds import LOG_RATIO_BOUND
 from verl_rc.metrics.catalog.spec import MetricSpec, spread
 
-_KEPT = ". With top_p, top_k or min_p, of the distribution over the kept tokens"
-_BY_LOSS = "docs/metrics.md, Clipping by policy loss, says which"
+_BY_LOSS = "see Clipping by policy loss"
 
 
 _UPDATES = (
@@ -22,8 +21,7 @@ _UPDATES = (
     MetricSpec(
         "{role}/overflowed_updates",
         "1",
-        "updates skipped because the gradient, times loss_scale, overflowed; each halves loss_scale. In "
-        "float16 only",
+        "updates skipped because gradient · loss_scale overflowed; each halves loss_scale. In float16 only",
     ),
     MetricSpec("{role}/lr", "1", "learning rate of the step's updates"),
 )
@@ -37,79 +35,75 @@ _ACTOR = (
     MetricSpec(
         "actor/loss",
         "1",
-        "mean over updates of the loss that is differentiated: pg_loss − entropy_coeff · entropy_loss + "
-        "kl_loss_coef · (the KL estimate, aggregated like pg_loss) + distillation_loss_coef · "
-        "distillation/loss. With use_task_rewards=False, distillation/loss replaces pg_loss",
+        "mean over updates of the whole loss: pg_loss − entropy_coeff · entropy_loss + kl_loss_coef · (KL "
+        "estimate, aggregated like pg_loss) + distillation_loss_coef · distillation/loss, which replaces "
+        "pg_loss with use_task_rewards=False",
     ),
-    MetricSpec(
-        "actor/pg_clipfrac", "1", f"clipped tokens of the loss mask / its tokens; {_BY_LOSS}", (0, 0.3)
-    ),
+    MetricSpec("actor/pg_clipfrac", "1", f"clipped tokens / tokens of the loss mask; {_BY_LOSS}", (0, 0.3)),
     MetricSpec(
         "actor/pg_clipfrac_lower",
         "1",
-        f"tokens of the loss mask that a second bound clips / its tokens; {_BY_LOSS}",
+        f"tokens that a second bound clips / tokens of the loss mask; {_BY_LOSS}",
         (0, 0.05),
     ),
     MetricSpec(
         "actor/ratio_{side}",
         "1",
-        "mean over updates, weighted by tokens, of the lower or the upper end of bapo's clip range",
+        "mean over updates, weighted by tokens, of the lower or upper end of bapo's clip range",
     ),
     MetricSpec(
         "actor/ppo_kl",
         "nats",
-        "mean over the loss mask of old − current log-prob: estimator k1 of KL(old || current); "
-        "docs/metrics.md, Clipping by policy loss, has what losses do otherwise",
+        "mean over the loss mask of old − current log-prob: estimator k1 of KL(old || current); other "
+        "losses: see Clipping by policy loss",
         (-0.01, 0.1),
     ),
     MetricSpec(
         "actor/ppo_kl_clamped_fraction",
         "1",
-        f"tokens of the loss mask with |old − current log-prob| > {LOG_RATIO_BOUND:g} nats / its tokens; the "
-        f"loss and ppo_kl take ±{LOG_RATIO_BOUND:g} for them",
+        f"tokens with |old − current log-prob| > {LOG_RATIO_BOUND:g} nats / tokens of the loss mask",
         (0, 0.001),
     ),
     MetricSpec(
         "actor/entropy",
         "nats",
-        "mean over response tokens of the entropy of the proximal policy, before the first update; not in "
-        f"bypass mode or with proximal=interpolate{_KEPT}",
+        "mean over response tokens of the proximal policy's entropy; not in bypass mode or with "
+        "proximal=interpolate",
     ),
     MetricSpec(
         "actor/update_entropy",
         "nats",
-        "mean over response tokens and updates of the entropy of the current policy; only in bypass mode and "
-        f"with proximal=interpolate{_KEPT}",
+        "mean over response tokens and updates of the current policy's entropy; in bypass mode and with "
+        "proximal=interpolate only",
     ),
     MetricSpec(
         "actor/flipped_experts",
         "1",
-        "response tokens for which the actor's own router takes other experts than the engine's in a layer / "
-        "response tokens, over all updates; with router replay only",
+        "response tokens for which the actor's own router chooses other experts in a layer than the engine's "
+        "/ response tokens, over updates; with router replay only",
     ),
     MetricSpec(
         "actor/proximal_interpolation_gap",
         "nats",
-        "mean over response tokens of |interpolated − recomputed proximal log-prob|, over all updates of "
-        "every 50th step; with rollout_correction.proximal=interpolate only",
+        "mean over response tokens and updates of |interpolated − recomputed proximal log-prob|, every 50th "
+        "step; with proximal=interpolate only",
     ),
     MetricSpec(
         "actor/entropy_loss",
         "nats",
-        f"mean over updates of the entropy of the current policy, aggregated like pg_loss{_KEPT}",
+        "mean over updates of the current policy's entropy, aggregated like pg_loss",
     ),
     MetricSpec(
         "actor/kl_loss",
         "nats",
-        "mean over the loss mask, in all updates, of the estimate actor.kl_loss_type of KL(current || "
-        f"reference){_KEPT}",
+        "mean over the loss mask and updates of the estimate actor.kl_loss_type of KL(current || reference)",
     ),
-    MetricSpec("actor/kl_coef", "1", "actor.kl_loss_coef, the factor of kl_loss in the loss"),
+    MetricSpec("actor/kl_coef", "1", "factor of kl_loss in the loss"),
     MetricSpec(
         "actor/reward_kl_penalty",
         "nats",
-        "mean over sequences of the mean KL estimate over the sequence's response tokens, which "
-        f"algorithm.use_kl_in_reward subtracts from the reward{_KEPT}",
+        "mean over sequences of their mean KL estimate, which algorithm.use_kl_in_reward subtracts from the "
+        "reward",
     ),
     MetricSpec("actor/reward_kl_penalty_coeff", "1", "factor of reward_kl_penalty, from algorithm.kl_ctrl"),
 )
@@ -117,14 +111,13 @@ _DISTILLATION = (
     MetricSpec(
         "distillation/loss",
         "1",
-        "mean over updates of the teacher's term of the loss, before distillation_loss_coef, aggregated like "
-        "actor/pg_loss",
+        "mean over updates of the teacher's term of the loss, before distillation_loss_coef",
     ),
     MetricSpec(
         "distillation/reverse_kl",
         "nats",
-        "mean over the loss mask, in all updates, of current − teacher log-prob: estimator k1 of KL(current "
-        f"|| teacher){_KEPT}",
+        "mean over the loss mask and updates of current − teacher log-prob: estimator k1 of KL(current || "
+        "teacher)",
     ),
     MetricSpec(
         "distillation/abs_loss",
@@ -135,13 +128,13 @@ _DISTILLATION = (
     MetricSpec(
         "distillation/{owner}_mass",
         "1",
-        "mean over the loss mask, in all updates, of the probability that the current policy (student) or "
-        "the teacher gives to the topk tokens of forward_kl_topk together",
+        "mean over the loss mask and updates of the probability that the current policy (student) or the "
+        "teacher gives to the topk tokens of forward_kl_topk",
     ),
     MetricSpec(
         "distillation/clamped_fraction",
         "1",
-        "tokens of the loss mask with |estimate loss_mode| > loss_max_clamp / its tokens",
+        "tokens with |estimate loss_mode| > loss_max_clamp / tokens of the loss mask",
     ),
     MetricSpec(
         "distillation/{clipping}", "as actor/{clipping}", "actor/{clipping} of the teacher's term of the loss"
@@ -157,10 +150,10 @@ _CRITIC = (
     MetricSpec(
         "critic/vf_clipfrac",
         "1",
-        "response tokens for which the clipped value has the larger error / response tokens, in all updates",
+        "response tokens whose clipped value has the larger error / response tokens, over updates",
         (0, 0.3),
     ),
-    MetricSpec("critic/vpred_mean", "reward", "mean over response tokens, in all updates, of the value"),
+    MetricSpec("critic/vpred_mean", "reward", "mean over response tokens and updates of the value"),
     MetricSpec(
         "critic/vf_explained_var",
         "1",
@@ -169,29 +162,26 @@ _CRITIC = (
     ),
 )
 _BATCH = (
-    spread("critic/score", "reward", "sequences of the score"),
+    spread("critic/score", "reward", "score, over sequences"),
     spread(
         "reward/{column}",
         "of the column",
-        "sequences of a number that the reward function returns beside the score; sequences without it do "
-        "not count",
+        "number that the reward function returns beside the score, over sequences that have it",
     ),
     MetricSpec(
         "reward/failed_fraction",
         "1",
-        "sequences that could not be scored / sequences; each gets reward.failure_score, or counts as a "
-        "wrong answer",
+        "sequences that could not be scored / sequences",
         (0, 0.01),
     ),
-    spread("critic/rewards", "reward", "sequences of the sum of token rewards: score − KL penalty"),
-    spread("critic/advantages", "1", "response tokens of A"),
-    spread("critic/returns", "reward", "response tokens of the return"),
-    spread("critic/values", "reward", "response tokens of the critic's value, before the updates"),
+    spread("critic/rewards", "reward", "sum of token rewards (score − KL penalty), over sequences"),
+    spread("critic/advantages", "1", "A, over response tokens"),
+    spread("critic/returns", "reward", "return, over response tokens"),
+    spread("critic/values", "reward", "critic's value before the updates, over response tokens"),
     MetricSpec(
         "gdpo/{key}/{statistic}",
         "reward",
-        "mean, maximum, minimum or population standard deviation (std) over sequences of a component of the "
-        "reward; gdpo only",
+        "component of the reward, over sequences; gdpo only",
     ),
 )
 

@@ -14,8 +14,7 @@ TIME = (
     MetricSpec(
         "timing_busy_s/{stage}",
         "s",
-        "seconds in which the slowest worker computed, within timing_s/{stage}; of stages in which workers "
-        "compute",
+        "seconds in which the slowest worker computed, within timing_s/{stage}",
     ),
     MetricSpec(
         "timing_per_token_ms/{stage}",
@@ -33,8 +32,8 @@ TIME = (
     MetricSpec(
         "perf/rollout_tokens_per_second",
         "tokens/s",
-        "tokens that the engines sampled / seconds from the beginning of the step to the last of them; not "
-        "in asynchronous training",
+        "tokens sampled / seconds from the beginning of the step to the last of them; not in asynchronous "
+        "training",
     ),
     MetricSpec(
         "perf/cpu_memory_used_gb",
@@ -44,8 +43,8 @@ TIME = (
     MetricSpec(
         "perf/max_memory_{kind}_gb",
         "GiB",
-        "maximum over the actor's ranks of the GPU memory in tensors (allocated), or held by PyTorch's "
-        "allocator (reserved), at its peak since the process began",
+        "maximum over the actor's ranks of the peak of GPU memory in tensors (allocated) or held by "
+        "PyTorch's allocator (reserved)",
     ),
     MetricSpec(
         "perf/overhead_fraction",
@@ -62,8 +61,7 @@ SYNC = (
     MetricSpec(
         "sync/bytes",
         "bytes",
-        "Σ size of the tensors sent, also to replaced engines. With model.lora.merge=False, all weights once "
-        "and then the adapters",
+        "Σ size of the tensors sent, also to replaced engines",
     ),
     MetricSpec(
         "sync/update_survival",
@@ -74,8 +72,8 @@ SYNC = (
     MetricSpec(
         "sync/changed_weights",
         "1",
-        "changed weights whose rounded value in the engines changed / changed weights. Every "
-        "sync_proof.survival_freq-th step",
+        "changed weights whose rounded value changed in the engines / changed weights; when update_survival "
+        "is measured",
     ),
     MetricSpec(
         "sync/canary_mean_gap",
@@ -85,13 +83,13 @@ SYNC = (
     MetricSpec(
         "sync/canary_own_experts_gap",
         "nats",
-        "mean over generated canary tokens of all engines of |trainer − rollout log-prob|, if the trainer's "
-        "own router chooses the experts; with router replay only",
+        "mean over generated canary tokens of |trainer − rollout log-prob| where the trainer's own router "
+        "chooses the experts; with router replay only",
     ),
     MetricSpec(
         "sync/canary_max_gap",
         "nats",
-        "maximum over generated canary tokens of all engines of |trainer − rollout log-prob|",
+        "maximum over generated canary tokens of |trainer − rollout log-prob|",
     ),
     MetricSpec(
         "sync/canary_nonfinite_tokens",
@@ -102,12 +100,12 @@ SYNC = (
     MetricSpec(
         "sync/rollout_gap_{statistic}",
         "nats",
-        "mean or maximum (max) over response tokens of |proximal − rollout log-prob|, before the update",
+        "|proximal − rollout log-prob| before the update, over response tokens",
     ),
     MetricSpec(
         "recovery/engines_replaced",
         "1",
-        "engines that died or hung, and were replaced, since the last step that was logged",
+        "engines replaced since the last step that was logged",
         (0, 0),
     ),
     MetricSpec(

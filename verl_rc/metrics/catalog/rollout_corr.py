@@ -23,98 +23,97 @@ _DISAGREEMENT: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "log_ppl_diff",
         "nats",
-        "mean over sequences of −m, which is training log-perplexity − rollout log-perplexity",
+        "mean over sequences of −m: training − rollout log-perplexity",
         (-0.1, 0.1),
     ),
     ("log_ppl_abs_diff", "nats", "mean over sequences of |m|", (0, 0.1)),
-    ("log_ppl_diff_{extreme}", "nats", "maximum or minimum over sequences of −m", None),
+    ("log_ppl_diff_{extreme}", "nats", "−m, over sequences", None),
     (
         "ppl_ratio",
         "1",
-        "mean over sequences of exp(−m), which is training perplexity / rollout perplexity",
+        "mean over sequences of exp(−m): training / rollout perplexity",
         (0.9, 1.1),
     ),
     (
         "kl",
         "nats",
-        "mean over tokens of −l: estimator k1 of KL(rollout || train), which may be negative",
+        "mean over tokens of −l: estimator k1 of KL(rollout || train), may be negative",
         (-0.01, 0.1),
     ),
     (
         "k3_kl",
         "nats",
-        "mean over tokens of ρ − l − 1: estimator k3 of KL(rollout || train), which is never negative",
+        "mean over tokens of ρ − l − 1: estimator k3 of KL(rollout || train), never negative",
         (0, 0.1),
     ),
-    ("chi2_token", "1", "(mean over tokens of ρ²) − 1; may be negative", (-0.1, 1)),
+    ("chi2_token", "1", "(mean over tokens of ρ²) − 1, may be negative", (-0.1, 1)),
     (
         "chi2_seq",
         "1",
-        "(mean over sequences of exp(L)²) − 1; when it is large, a few sequences decide it",
+        "(mean over sequences of exp(L)²) − 1; a large value is that of a few sequences",
         None,
     ),
 )
 _WEIGHTS: tuple[tuple[str, str, Bounds | None], ...] = (
     ("mean", "mean over tokens of w", (0.5, 2)),
-    ("std", "population standard deviation over tokens of w", (0, 1)),
-    ("{extreme}", "maximum or minimum over weights of w", None),
+    ("std", "std over tokens of w", (0, 1)),
+    ("{extreme}", "w, over weights", None),
     ("eff_sample_size", "(Σ w)² / (n Σ w²) over weights", (0.5, 1)),
     (
         "ratio_fraction_{side}",
-        "weights with v > upper threshold (high), or with v < lower threshold (low) / weights; without a "
-        "lower threshold, 1/upper stands for it",
+        "weights with v above the upper (high) or below the lower threshold (low; without one, 1/upper) / "
+        "weights",
         (0, 0.1),
     ),
-    ("seq_mean", "mean over sequences of the sequence's mean w", (0.5, 2)),
-    ("seq_std", "standard deviation (n − 1) over sequences of the sequence's mean w", None),
-    ("seq_{extreme}", "maximum or minimum over sequences of the sequence's mean w", None),
-    ("seq_max_deviation", "maximum over sequences of |the sequence's mean w − 1|", (0, 1)),
+    ("seq_mean", "mean over sequences of their mean w", (0.5, 2)),
+    ("seq_std", "std (n − 1) over sequences of their mean w", None),
+    ("seq_{extreme}", "mean w of a sequence, over sequences", None),
+    ("seq_max_deviation", "maximum over sequences of |their mean w − 1|", (0, 1)),
     (
         "seq_fraction_{side}",
-        "sequences whose mean v > upper threshold (high), or whose mean v < lower threshold (low) / "
-        "sequences; without a lower threshold, 1/upper stands for it",
+        "sequences with a mean v above the upper (high) or below the lower threshold (low; without one, "
+        "1/upper) / sequences",
         (0, 0.1),
     ),
     (
         "oob_ratio",
-        "tokens with v < lower threshold or v > upper threshold / tokens; with two thresholds only",
+        "tokens with v outside the two thresholds / tokens",
         (0, 0.1),
     ),
     (
         "batch_norm_factor",
-        "mean over weights of w, by which rollout_is_batch_normalize divides every w",
+        "mean over weights of w, by which rollout_is_batch_normalize divides",
         (0.5, 2),
     ),
 )
 _RULE: tuple[tuple[str, str, Bounds | None], ...] = (
-    ("mean", "mean over tokens of s; every token of a sequence counts with the sequence's s", None),
-    ("std", "population standard deviation over tokens of s clamped to the rule's bounds", None),
+    ("mean", "mean over tokens of s, their own or that of their sequence", None),
+    ("std", "std over tokens of s clamped to the rule's bounds", None),
     (
         "{extreme}",
-        "maximum or minimum of s; with a k1 rule, the maximum belongs to the lowest ratio",
+        "s; with a k1 rule, the maximum belongs to the lowest ratio",
         None,
     ),
     (
         "fraction_{side}",
-        "values above the rule's upper bound (high), or below its lower bound (low) / values; low is 0 for "
-        "rules other than k1",
+        "values above the rule's upper (high) or below its lower bound (low; 0 but for k1) / values",
         None,
     ),
     (
         "seq_{statistic}",
-        "mean, standard deviation (n − 1), maximum or minimum over sequences of the sequence's mean s",
+        "mean s of a sequence, over sequences; std with n − 1",
         None,
     ),
-    ("seq_max_deviation", "maximum over sequences of |the sequence's mean s|", None),
+    ("seq_max_deviation", "maximum over sequences of |their mean s|", None),
     (
         "seq_fraction_{side}",
-        "sequences whose mean is above the rule's upper bound (high), or below its lower bound (low; only k1 "
-        "rules) / sequences",
+        "sequences with a mean above the rule's upper (high) or below its lower bound (low; 0 but for k1) / "
+        "sequences",
         None,
     ),
     (
         "masked_fraction",
-        "tokens that this rule rejects / tokens; of opsm, response tokens / response tokens",
+        "tokens that this rule rejects / tokens (opsm: response tokens)",
         (0, 0.1),
     ),
     ("seq_masked_fraction", "sequences with a token that this rule rejects / sequences", (0, 0.1)),
@@ -122,8 +121,7 @@ _RULE: tuple[tuple[str, str, Bounds | None], ...] = (
 _OUTCOME: tuple[tuple[str, str, Bounds | None], ...] = (
     (
         "rollout_rs_masked_fraction",
-        "rejected response tokens / response tokens; a rule, the veto, opsm or a log-prob that is not finite "
-        "rejects",
+        "response tokens rejected for any reason / response tokens",
         (0, 0.1),
     ),
     ("rollout_rs_seq_masked_fraction", "sequences with a rejected response token / sequences", (0, 0.1)),
@@ -140,8 +138,7 @@ _OUTCOME: tuple[tuple[str, str, Bounds | None], ...] = (
     ),
     (
         "safety_clamped_fraction",
-        f"tokens with |l| > {LOG_RATIO_BOUND:g} nats / tokens; their ratio is that of ±{LOG_RATIO_BOUND:g} "
-        "nats",
+        f"tokens with |l| > {LOG_RATIO_BOUND:g} nats (counted as ±{LOG_RATIO_BOUND:g}) / tokens",
         (0, 0.001),
     ),
     (
@@ -151,33 +148,31 @@ _OUTCOME: tuple[tuple[str, str, Bounds | None], ...] = (
     ),
     (
         "rollout_rs_adaptive_threshold",
-        "upper bound of the ratio in this step; the lower bound is 1 / it; with rollout_rs_target_acceptance",
+        "upper bound u of the ratio in this step, the lower is 1/u; with rollout_rs_target_acceptance",
         None,
     ),
-    ("skipped_updates", "updates skipped because every token of their mini-batch was rejected", (0, 0)),
+    ("skipped_updates", "updates skipped because no token of their mini-batch was kept", (0, 0)),
 )
 
 _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "log_ratio_p{percent}",
         "nats",
-        "percentile over tokens of l, from a histogram with a relative error of at most 4 %",
+        "percentile over tokens of l, from the histogram (relative error up to 4 %)",
         None,
     ),
     ("log_ratio", "nats", "histogram over tokens of l", None),
     (
         "misalignment_z",
         "1",
-        "mean(ρ − 1) / (std(ρ) / √n) over tokens. Two proper distributions have an expected value of 0, "
-        f"however far apart they are: lasting values beyond ±{BOUNDS.z:g} mean a sampling filter that the "
-        "trainer does not mirror, or log-probs of other tokens. 0 if all ρ are 1. Left out for fewer than "
-        "two tokens, and if all ρ are equal and not 1",
+        "mean(ρ − 1) / (std(ρ) / √n) over tokens, 0 if all ρ are 1; 0 is expected if the engine draws from "
+        "what it reports",
         _NEAR_0,
     ),
     (
         "rollout_is_raw_{statistic}",
         "1",
-        "mean, population standard deviation (std), minimum or maximum over weights of v",
+        "v, over weights",
         None,
     ),
     (
@@ -189,40 +184,39 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "rollout_is_ess_raw_{level}",
         "1",
-        "(Σ v)² / (n Σ v²) over tokens, sequences (their mean v) or prompts (the mean of their sequences); "
-        "over prompts only where the driver corrects",
+        "(Σ v)² / (n Σ v²) over tokens, sequences (their mean v) or, where the driver corrects, prompts "
+        "(the mean of their sequences)",
         (0.3, 1),
     ),
     (
         "rollout_is_ess_applied_{level}",
         "1",
-        "rollout_is_ess_raw_{level} with w in place of v; at the level of the weights it equals "
-        "rollout_is_eff_sample_size",
+        "rollout_is_ess_raw_{level} with w in place of v",
         (0.5, 1),
     ),
     (
         "kept_fraction_{split}",
         "1",
-        "kept response tokens / response tokens, both of one part of the batch: by sign of A "
-        f"({' and '.join(SIGNS)}) or by score of the sequence ({ANSWERS[0]}, above 0, and {ANSWERS[1]})",
+        "kept response tokens / response tokens, of one part of the batch: by sign of A "
+        f"({' and '.join(SIGNS)}) or score of the sequence ({ANSWERS[0]}, above 0, and {ANSWERS[1]})",
         None,
     ),
     (
         "{fate}_score_mean",
         "reward",
-        "mean score of the sequences with a kept token, or of those with every token rejected",
+        "mean score of sequences with a kept token (kept) or with none (rejected)",
         None,
     ),
     (
         "token_age_mean",
         "steps",
-        "mean over tokens of the age; async/token_age/mean is that over all response tokens",
+        "mean over tokens of the age",
         (0, 4),
     ),
     (
         "age_{age}_k3_kl",
         "nats",
-        "mean over tokens of this age of ρ − l − 1; the last age stands for all higher ages too",
+        "k3_kl of tokens of this age; the last age stands for higher ones too",
         None,
     ),
     (
@@ -234,60 +228,57 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "turn_{turn}_k3_kl",
         "nats",
-        "mean over tokens of this turn of ρ − l − 1; the last turn stands for all later turns too",
+        "k3_kl of tokens of this turn; the last turn stands for later ones too",
         None,
     ),
 )
 
-_AT_THE_HEAD = f"Over the first {BOUNDS.head} positions of every response"
+_AT_THE_HEAD = f"First {BOUNDS.head} positions of every response"
 _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "missing_mass",
         "1",
-        "1 − mean over tokens of ρ; 0 is expected if the engine drew the tokens from the distribution that "
-        "it reports",
+        "1 − mean over tokens of ρ; 0 is expected if the engine draws from what it reports",
         None,
     ),
     (
         "missing_mass_z",
         "1",
-        f"missing_mass / its standard error over sequences. Above {BOUNDS.z:g}, probability is missing in "
-        f"what the engine draws from; below −{BOUNDS.z:g}, there is too much. misalignment_z is the same "
-        "test with the opposite sign, as if tokens were independent",
+        "missing_mass / its standard error over sequences",
         _NEAR_0,
     ),
     (
         "lag",
         "tokens",
         f"shift k of −{-min(BOUNDS.lags)} to {max(BOUNDS.lags)} with the smallest mean of |train log-prob at "
-        "t − rollout log-prob at t + k|; 0 unless the mean at k = 0 is above "
-        f"{BOUNDS.lag_distance:g} and more than twice that mean. {_AT_THE_HEAD}",
+        f"t − rollout log-prob at t + k|; 0 unless that at k = 0 is above {BOUNDS.lag_distance:g} and twice "
+        f"the smallest. {_AT_THE_HEAD}",
         (0, 0),
     ),
     (
         "rounded_fraction",
         "1",
-        f"rollout log-probs whose last {BOUNDS.rounded_bits} bits in float32 are 0 (16-bit numbers) / "
-        f"rollout log-probs, both without those that are 0. {_AT_THE_HEAD}",
+        f"rollout log-probs whose last {BOUNDS.rounded_bits} bits in float32 are 0 / rollout log-probs, but "
+        f"for those that are 0. {_AT_THE_HEAD}",
         (0, 0.5),
     ),
     (
         "concentration",
         "1",
-        f"Σ l² over the {100 * BOUNDS.largest_share:g} % of tokens with the largest |l| / Σ l² over tokens, "
-        "from the histogram",
+        f"Σ l² over the {100 * BOUNDS.largest_share:g} % of tokens with the largest |l| / Σ l², from the "
+        "histogram",
         None,
     ),
     (
         "temperature_slope",
         "1",
-        "Σ l u / Σ u² over tokens: 1 − trainer's / engine's temperature, if only the temperatures differ",
+        "Σ l u / Σ u²: 1 − trainer's / engine's temperature, if nothing else differs",
         (-0.1, 0.1),
     ),
     (
         "temperature_r2",
         "1",
-        "(Σ l u)² / (Σ u² · Σ l²) over tokens: the part of Σ l² that another temperature explains",
+        "(Σ l u)² / (Σ u² · Σ l²): the share of Σ l² that another temperature explains",
         (0, BOUNDS.temperature_r2),
     ),
     ("temperature_z", "1", "temperature_slope / its standard error over sequences", None),
@@ -295,23 +286,21 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
         "prefix_slope",
         "1",
         "Σ l′ q / Σ q² over tokens whose prefix (prompt and response before them) other tokens share; l′ = l "
-        "− its mean behind the prefix, q = log p − its mean behind the prefix. 1 − trainer's / engine's "
-        "temperature, as temperature_slope, but without entropies. From token records only",
+        "and q = log p less their means behind the prefix. temperature_slope without entropies, from token "
+        "records only",
         None,
     ),
     (
         "prefix_r2",
         "1",
-        "(Σ l′ q)² / (Σ q² · Σ l′²), l′ = l and q = log p less their means as in prefix_slope",
+        "(Σ l′ q)² / (Σ q² · Σ l′²), l′: as in prefix_slope, q: too",
         None,
     ),
     ("prefix_z", "1", "prefix_slope / its standard error over prompts", None),
     (
         "prefix_spread",
         "1",
-        "(Σ l′² / (tokens − prefixes)) / (Σ l² / tokens), tokens and l′ = l less its mean as in "
-        "prefix_slope. Near 0: all tokens behind a prefix have the same l, as with a filter or a banned "
-        "token. 1: the prefix says nothing about l",
+        "(Σ l′² / (tokens − prefixes)) / (Σ l² / tokens), l′: as in prefix_slope; near 0 with a filter",
         None,
     ),
     (
@@ -324,7 +313,7 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
         "surprisal_excess_bound",
         "nats",
         f"√(mean(1/ρ) − 1) · √(mean V) + {BOUNDS.z:g} · √(max(Σ c² V, Σ c² u²)) / tokens, c = how often the "
-        "token counts. If tokens are drawn from what the engine reports, |surprisal_excess| is below it",
+        "token counts: bound of |surprisal_excess| if the engine draws from what it reports",
         None,
     ),
     # What is healthy depends on the precision (PLAUSIBLE_NOISE) and on the age of the samples: the table of
@@ -332,22 +321,20 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "logit_noise",
         "nats",
-        "√(Σ l² / Σ g) over tokens: the standard deviation of independent noise on the logits that makes "
-        "such a gap",
+        "√(Σ l² / Σ g): std of independent noise on the logits that makes such a gap",
         None,
     ),
     (
         "logit_noise_least",
         "nats",
-        "√(Σ l² / (2 Σ (1 − p)²)) over tokens: lower bound of logit_noise. From token records without Q only",
+        "√(Σ l² / (2 Σ (1 − p)²)): lower bound of logit_noise, from token records without Q",
         None,
     ),
     (
         "logit_noise_most",
         "nats",
-        "√(Σ l² / Σ (1 − p)² (1 + exp(−h))) over tokens, h = (H − h₂(p)) / (1 − p), h₂ the entropy of p and "
-        "1 − p: upper bound of logit_noise. Without H, exp(−h) is taken as 0. From token records without Q "
-        "only",
+        "√(Σ l² / Σ (1 − p)² (1 + exp(−h))), h = (H − h₂(p)) / (1 − p), h₂ the entropy of p and 1 − p; "
+        "without H, exp(−h) is 0: upper bound of logit_noise, from token records without Q",
         None,
     ),
     (
@@ -359,28 +346,28 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "position_{n}_logit_noise",
         "nats",
-        "logit_noise over the tokens of part n of the response; parts 0, 1 and 2 begin at the positions "
+        "logit_noise of part n of the response; parts begin at the positions "
         + ", ".join(map(str, (0, *BOUNDS.position_edges))),
         None,
     ),
     (
         "engine_{n}_logit_noise",
         "nats",
-        f"logit_noise over the tokens of engine n; {BOUNDS.engines - 1} stands for all later engines too",
+        f"logit_noise of the tokens of engine n; {BOUNDS.engines - 1} stands for later ones too",
         None,
     ),
     ("noisiest_engine", "1", "number of the engine with the largest engine_{n}_logit_noise", None),
     (
         "noisiest_engine_ratio",
         "1",
-        "logit_noise of the noisiest engine / logit_noise of all other engines together",
+        "logit_noise of the noisiest engine / that of all others together",
         None,
     ),
     (
         "noisiest_engine_z",
         "1",
         f"(a − {BOUNDS.engine_noise**2:g} b) / its standard error over sequences, a = Σ l² / Σ g of the "
-        "noisiest engine, b = Σ l² / Σ g of all other engines together",
+        "noisiest engine, b = that of all others together",
         None,
     ),
 )

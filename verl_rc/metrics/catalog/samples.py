@@ -5,14 +5,14 @@ from verl_rc.metrics.catalog.spec import MetricSpec, spread
 from verl_rc.metrics.splits import PROMPT_ACCOUNTS, TOKEN_ACCOUNTS
 
 _LENGTHS = (
-    spread("response_length", "tokens", "sequences of the response's length"),
+    spread("response_length", "tokens", "length of the response, over sequences"),
     MetricSpec(
         "response_length/clip_ratio",
         "1",
         "responses of data.max_response_length tokens / responses",
         (0, 0.1),
     ),
-    spread("prompt_length", "tokens", "sequences of the prompt's length"),
+    spread("prompt_length", "tokens", "length of the prompt, over sequences"),
     MetricSpec(
         "prompt_length/clip_ratio",
         "1",
@@ -22,36 +22,34 @@ _LENGTHS = (
     spread(
         "num_turns",
         "1",
-        "sequences of the number of messages: those of the prompt, of the policy and of tools",
+        "number of messages (of prompt, policy and tools), over sequences",
     ),
-    spread("tool_call_counts", "1", "sequences of the number of tool calls"),
+    spread("tool_call_counts", "1", "number of tool calls, over sequences"),
     spread(
         "env/{column}",
         "of the column",
-        "sequences of a metric of the environment's replies, summed over the turns; sequences without it do "
-        "not count",
+        "metric of the environment's replies, summed over turns, over sequences that have it",
     ),
-    spread("env/wait_s", "s", "sequences of the seconds in which they waited for their environment"),
+    spread("env/wait_s", "s", "seconds of waiting for the environment, over sequences"),
     MetricSpec(
         "env/calls_again",
         "1",
-        "calls of environments, for the batch, that were repeated because the first one failed",
+        "calls of environments for the batch that failed and were repeated",
     ),
     MetricSpec(
         "env/failures",
         "1",
-        "attempts at a group that failed in the step because an environment failed",
+        "attempts at a group in the step that failed because an environment failed",
     ),
     MetricSpec(
         "env/hosts_lost",
         "1",
-        "processes of environment.hosts that were lost, and replaced, since the step before",
+        "processes of environment.hosts lost, and replaced, since the step before",
     ),
     MetricSpec(
         "kept_set/unrecorded_ratio",
         "1",
-        "response tokens for which the sampling filter (top_p, top_k, min_p) has kept more than "
-        "max_kept_tokens / response tokens; they enter neither the loss nor rollout_corr/*",
+        "response tokens for which the sampling filter kept more than max_kept_tokens / response tokens",
         (0, 0.01),
     ),
     MetricSpec(
@@ -60,7 +58,7 @@ _LENGTHS = (
         "response tokens whose experts the engine recorded and the actor replays / response tokens",
         (1, 1),
     ),
-    spread("global_seqlen", "tokens", "sequences of prompt length + response length"),
+    spread("global_seqlen", "tokens", "length of prompt + response, over sequences"),
 )
 _TRAINING = (
     MetricSpec("training/global_step", "1", "number of the step, from 1"),
@@ -68,8 +66,7 @@ _TRAINING = (
     MetricSpec(
         "training/rollout_probs_diff_valid",
         "1",
-        "1 if the batch has a response token with two finite log-probs, else 0; only such tokens count in "
-        "training/rollout_*",
+        "1 if the batch has a response token with two finite log-probs, else 0",
         (1, 1),
     ),
     MetricSpec(
@@ -86,8 +83,7 @@ _TRAINING = (
     MetricSpec(
         "training/rollout_probs_diff_std",
         "1",
-        "population standard deviation over response tokens of |exp(proximal log-prob) − exp(rollout "
-        "log-prob)|",
+        "std over response tokens of |exp(proximal log-prob) − exp(rollout log-prob)|",
     ),
     MetricSpec(
         "training/rollout_actor_probs_pearson_corr",
@@ -98,7 +94,7 @@ _TRAINING = (
     MetricSpec(
         "training/filter_groups/evicted_samples",
         "1",
-        "samples of the groups that were dropped because all their samples have one filter_groups.metric",
+        "samples of the groups dropped because all their samples have one filter_groups.metric",
     ),
     MetricSpec(
         "training/filter_groups/discarded_surplus_samples",
@@ -113,7 +109,7 @@ _TRAINING = (
     MetricSpec(
         "training/filter_groups/sampled_score_mean",
         "reward",
-        "mean over the groups scored in the step of their mean score, before the filter",
+        "mean over groups scored in the step of their mean score, before the filter",
     ),
 )
 
@@ -125,7 +121,7 @@ ACCOUNTING = (
     MetricSpec(
         "ledger/sampled_tokens",
         "tokens",
-        "tokens that the policy sampled for the step; the sum of the other ledger/*_tokens",
+        "tokens sampled for the step; the sum of the other ledger/*_tokens",
     ),
     MetricSpec(
         "ledger/{account}_tokens",
@@ -133,11 +129,11 @@ ACCOUNTING = (
         "tokens by what became of them. "
         + "; ".join(f"{account}: {meaning}" for account, meaning in TOKEN_ACCOUNTS.items()),
     ),
-    MetricSpec("ledger/nonfinite_tokens", "tokens", f"tokens {TOKEN_ACCOUNTS['nonfinite']}", (0, 0)),
+    MetricSpec("ledger/nonfinite_tokens", "tokens", "tokens of the account nonfinite", (0, 0)),
     MetricSpec(
         "ledger/prompts_{prompts}",
         "1",
-        "prompts by what became of them. sampled: all of the step, which is the sum of the others; "
+        "prompts by what became of them. sampled: all of the step, the sum of the others; "
         + "; ".join(f"{account}: {meaning}" for account, meaning in PROMPT_ACCOUNTS.items()),
     ),
     MetricSpec(
@@ -169,9 +165,9 @@ ACCOUNTING = (
 """Entries of this section."""
 
 
-_BEST = "best of n samples, drawn with replacement from those of the prompt"
+_BEST = "best of n samples, drawn with replacement"
 _WORST = _BEST.replace("best", "worst")
-_VOTE = "value of the most frequent `pred` among n samples, drawn with replacement from those of the prompt"
+_VOTE = "value of the most frequent `pred` among n samples, drawn with replacement"
 _MEAN = "mean over prompts of the mean of their n samples"
 _DRAWN = {"best": _BEST, "worst": _WORST, "maj": _VOTE}
 
@@ -182,7 +178,7 @@ VALIDATION = (
         MetricSpec(
             f"val-core/{{data_source}}/{{variable}}/{name}@{{n}}/mean",
             "of the variable",
-            f"mean over prompts of the expected {_DRAWN[name]}",
+            f"mean over prompts of the expected value of the {_DRAWN[name]}",
         )
         for name in ("best", "maj")
     ),
@@ -190,13 +186,13 @@ VALIDATION = (
     MetricSpec(
         "val-aux/{data_source}/{variable}/std@{n}",
         "of the variable",
-        "mean over prompts of the standard deviation (n − 1) of their n samples",
+        "mean over prompts of the std (n − 1) of their n samples",
     ),
     *(
         MetricSpec(
             f"val-aux/{{data_source}}/{{variable}}/{name}@{{n}}/{{statistic}}",
             "of the variable",
-            f"mean over prompts of the expectation (mean) or the standard deviation (std) of the {drawn}",
+            f"mean over prompts of the expected value or std of the {drawn}",
         )
         for name, drawn in _DRAWN.items()
     ),
@@ -208,7 +204,7 @@ _SUPPLY = (
     MetricSpec(
         "trainer/idle_ratio",
         "1",
-        "timing_s/gen / timing_s/step: the part of the step in which the trainers wait for samples",
+        "timing_s/gen / timing_s/step: the share of the step in which trainers wait for samples",
     ),
     MetricSpec(
         "async/group_age/max",
@@ -219,14 +215,14 @@ _SUPPLY = (
         "async/group_age/bound",
         "steps",
         "⌈M (1 + K)⌉ − 1, M = trigger_parameter_sync_step, K = max_off_policy_threshold, or "
-        "staleness_threshold where that is enough; the run ends if async/group_age/max is above it",
+        "staleness_threshold where that is enough",
     ),
     MetricSpec("async/token_age/mean", "steps", "mean over response tokens of the age"),
     MetricSpec("async/in_flight_groups", "1", "groups that are being sampled when the step ends"),
     MetricSpec(
         "async/whole_waiting_groups",
         "1",
-        "groups that are sampled and scored, and wait for a later step, when the step ends",
+        "groups that are sampled and scored but wait for a later step, when the step ends",
     ),
     MetricSpec(
         "async/wait_for_oldest_s",
@@ -240,14 +236,13 @@ _SUPPLY = (
     MetricSpec(
         "async/pause_seconds/{statistic}",
         "s",
-        "mean or maximum (max) over busy engines of the seconds between two tokens in which the weights were "
-        "replaced; recomputing async/recomputed_tokens comes on top",
+        "seconds between two tokens in which the weights were replaced, over busy engines; recomputing "
+        "async/recomputed_tokens comes on top",
     ),
     MetricSpec(
         "async/recomputed_tokens",
         "tokens",
-        "tokens of prompts and unfinished responses that engines compute again after the weights were "
-        "replaced",
+        "tokens of prompts and unfinished responses that engines compute again with new weights",
     ),
     MetricSpec(
         "async/length_ratio",
@@ -259,13 +254,13 @@ _VERSIONS = (
     spread(
         "training/off_policy/trajectory_spans",
         "1",
-        "responses of newest − oldest policy version of their tokens + 1",
+        "newest − oldest policy version of their tokens + 1, over responses",
     ),
-    spread("training/off_policy/trajectory_staleness", "steps", "responses of the age of their newest token"),
+    spread("training/off_policy/trajectory_staleness", "steps", "age of the newest token, over responses"),
     spread(
         "training/off_policy/trajectory_staleness_worst",
         "steps",
-        "responses of the age of their oldest token",
+        "age of the oldest token, over responses",
     ),
     MetricSpec(
         "fully_async/partial/total_partial_num", "1", "responses with tokens of several policy versions"

@@ -114,9 +114,9 @@ class MetricSpec:
 
 
 def spread(prefix: str, unit: str, quantity: str) -> MetricSpec:
-    """The entry of ``<prefix>/mean``, ``/max`` and ``/min``; ``quantity``: what they are taken over, and of
-    what."""
-    return MetricSpec(f"{prefix}/{{spread}}", unit, f"mean, maximum and minimum over {quantity}")
+    """The entry of ``<prefix>/mean``, ``/max`` and ``/min`` of a ``quantity``, which ends in what they are
+    taken over."""
+    return MetricSpec(f"{prefix}/{{spread}}", unit, quantity)
 
 
 class Catalog:

@@ -6,6 +6,7 @@ SYMBOLS = {
     "sequence": "a prompt with one response; under rollout_corr/: one that has such a token",
     "update": "one optimizer update: of one mini-batch in one epoch",
     "age": "step − 1 − policy version that sampled the token",
+    "entropy": "with top_p, top_k or min_p: of the distribution over the kept tokens, as are KL estimates",
     "l": "train log-prob − rollout log-prob of a token, nats; ρ = exp(l)",
     "L": "Σ l over the tokens of a sequence; m = L / their number",
     "v": "raw importance weight, before rollout_is_threshold; w = the applied weight, after the threshold "
@@ -13,12 +14,14 @@ SYMBOLS = {
     "weights": "one of each token; with rollout_is=sequence or geometric, one of each sequence",
     "s": "statistic of a rejection rule: of a token, or of a sequence for the rules seq_*. k1 rules have −l, "
     "−L or −m; their bounds, and high and low, are those of the ratio exp(−s)",
-    "n": "number of values that a mean, a standard deviation or a test is over",
+    "n": "number of values that a mean, a standard deviation or a test is over; std: population standard "
+    "deviation",
     "t": "position of a token in the response",
     "A": "advantage",
     "current": "the policy that an update changes; old = the proximal policy, in bypass mode the rollout "
     "policy",
     "p": "trainer's probability of the token; u = log p + H",
+    "Σ": "sum over tokens, where nothing else is said",
     "H": "entropy of the trainer's distribution at the token; V = variance of u under this distribution",
     "Q": "Σ of the squared probabilities of this distribution; g = 1 − 2p + Q",
 }

@@ -83,7 +83,7 @@ def test_every_rule_is_watched_by_its_pattern():
     )
     assert str(complaint) == (
         "rollout_corr/rollout_rs_seq_mean_k1_masked_fraction = 0.5, healthy is 0 to 0.1 (this step): tokens "
-        "that this rule rejects / tokens; of opsm, response tokens / response tokens"
+        "that this rule rejects / tokens (opsm: response tokens)"
     )
 
 

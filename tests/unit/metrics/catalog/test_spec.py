@@ -30,10 +30,10 @@ def test_matches(pattern, name, matches):
 
 
 def test_a_spread_is_one_entry_of_three_names():
-    spec = spread("critic/score", "reward", "sequences of the score")
+    spec = spread("critic/score", "reward", "score, over sequences")
     names = ("mean", "max", "min", "std", "score")
     assert [spec.matches(f"critic/score/{name}") for name in names] == [True] * 3 + [False] * 2
-    assert spec.formula == "mean, maximum and minimum over sequences of the score"
+    assert spec.formula == "score, over sequences"
 
 
 @pytest.mark.parametrize(
