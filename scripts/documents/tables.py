@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from documents.markdown import table
 
-from verl_rc.algorithm.health.cause import Cause
+from verl_rc.algorithm.health.cause import NO_CORRECTION, Cause
 from verl_rc.algorithm.health.cause_table import INVARIANTS, RUN_CAUSES
 from verl_rc.algorithm.health.signature_causes import SIGNATURE_CAUSES
 from verl_rc.config.algorithms import POLICY_LOSSES
@@ -119,7 +119,13 @@ def run_causes_table() -> str:
 
 
 def _causes(causes: Sequence[Cause]) -> str:
-    rows = ((str(cause.row), cause.condition, cause.name, cause.next_test) for cause in causes)
+    """A table whose dagger stands for "no correction repairs this"; what is to do is said once for a row."""
+    said: set[tuple[int, str]] = set()
+    rows = []
+    for cause in causes:
+        test = (cause.row, cause.next_test.replace(NO_CORRECTION, "†"))
+        rows.append((str(cause.row), cause.condition, cause.name, "as above" if test in said else test[1]))
+        said.add(test)
     return table(("row", "if", "cause", "do"), rows)
 
 
