@@ -33,8 +33,8 @@ class FilterGroupsConfig(StrictModel):
 
     enable: bool = False
     """Drop prompts whose samples all have the same ``metric`` and draw others until ``data.train_batch_size``
-    remain; surplus prompts are dropped, in an asynchronous run kept for the next step. A dropped prompt is
-    used again in the next epoch, beyond ``trainer.total_epochs`` if the steps need it."""
+    remain; surplus prompts are dropped, in an asynchronous run kept for the next step. The next epoch has a
+    dropped prompt again."""
     metric: str = "reward"
     """Quantity by which samples are compared: ``reward`` (synonyms ``seq_reward``, ``seq_final_reward``),
     ``score`` (before the overlong penalty), or a numeric column of the reward function, e.g. ``acc``."""
@@ -57,9 +57,8 @@ class AlgorithmConfig(StrictModel):
     norm_adv_by_std_in_grpo: bool = True
     """Divide group advantages by the group's standard deviation; False is Dr. GRPO."""
     turn_credit: Literal["episode", "turn"] = "episode"
-    """``turn``: a turn's tokens are credited with the rewards from that turn on, undiscounted, compared with
-    the same turn of the group's other samples (arXiv:2511.14846); 0 where there is none. ``episode``: all
-    turns are credited with the sum."""
+    """``turn``: a turn's tokens are credited with the rewards from that turn on, compared with the same turn
+    of the group's other samples (arXiv:2511.14846). ``episode``: with the sum."""
     gdpo_reward_keys: list[str] | None = None
     """``gdpo``: columns of the reward function that are normalised one by one; ``score`` is the score itself.
     """

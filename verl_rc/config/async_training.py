@@ -37,8 +37,8 @@ class AsyncTrainingConfig(StrictModel):
     """Mini-batches of a step, of ``actor.ppo_mini_batch_size`` prompts each; null: ``data.train_batch_size``
     is the size of a step."""
     partial_rollout: bool = True
-    """Running responses go on with new weights. False: engines finish them first, so that every response has
-    one version. Without effect in a synchronous run."""
+    """Running responses go on with new weights. False: engines finish them first. Without effect in a
+    synchronous run."""
     kv_cache_on_update: Literal["recompute", "keep"] = "recompute"
     """KV cache of running responses at a publication: computed again by the new weights, or kept, which is
     cheaper and widens the gap."""
@@ -46,8 +46,8 @@ class AsyncTrainingConfig(StrictModel):
     """Order in which groups are trained on: that of admission, or that of completion, the oldest version
     first. ``auto``: ready with partial rollouts, else admitted."""
     max_concurrent_rollouts: int | None = Field(None, ge=1)
-    """Training samples of one engine that have begun and not ended, waits for tools included. null: no limit
-    but ``rollout.max_num_seqs``."""
+    """Training samples of one engine under way, waits for tools included. null: no limit but
+    ``rollout.max_num_seqs``."""
     max_token_age: int | None = Field(None, ge=0)
     """Age in steps above which tokens leave the loss; the advantage baseline keeps their samples. null: none.
     """
@@ -56,7 +56,7 @@ class AsyncTrainingConfig(StrictModel):
     more, then replaced. null: no limit."""
     deterministic_steps: int | None = Field(None, ge=1)
     """Engine steps per version, after which engines wait for new weights, so that partial rollouts repeat to
-    the bit; for tests. null: engines never wait."""
+    the bit; for tests."""
     trace: bool = False
     """Write ``trace.json`` into the run's folder: who did what, and when. https://ui.perfetto.dev opens it,
     also while the run trains."""

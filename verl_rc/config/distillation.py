@@ -38,7 +38,7 @@ class DistillationLossConfig(StrictModel):
     """``forward_kl_topk``: lower bound of log-probs, nats; null: none."""
     use_policy_gradient: bool = False
     """True: minus the estimate is the token's advantage in a clipped policy loss. False: the estimate is
-    differentiated (docs/distillation.md has the gradients)."""
+    differentiated (docs/distillation.md)."""
     use_task_rewards: bool = True
     """Train on the task's rewards too."""
     distillation_loss_coef: float = Field(1.0, ge=0)

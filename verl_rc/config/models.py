@@ -24,7 +24,7 @@ class LoraConfig(StrictModel):
 
     merge: bool = True
     """True: engines get weights with the adapters merged in. False: they get the weights once, then only
-    adapters, which they apply beside the weights in ``rollout.dtype``; sampling takes longer."""
+    adapters; sampling takes longer."""
 
 
 class ModelConfig(StrictModel):
@@ -123,8 +123,7 @@ class FsdpConfig(StrictModel):
     """``*.fsdp_config.*``: sharding and precision."""
 
     fsdp_size: int = Field(-1, ge=-1)
-    """Neighbouring ranks that share one copy of weights and moments, a divisor of their number; -1: all. With
-    the GPUs of a node, only gradients travel between nodes, for more memory."""
+    """Neighbouring ranks that share one copy of weights and moments, a divisor of their number; -1: all."""
     model_dtype: Precision = "fp32"
     """Precision of the master weights; no float16 where a model learns."""
     dtype: Precision = "bfloat16"
@@ -137,8 +136,8 @@ class FsdpConfig(StrictModel):
     optimizer_offload: bool = False
     """The same for the optimizer's moments."""
     ulysses_sequence_parallel_size: int = Field(1, ge=1)
-    """Ranks that share the tokens, and in attention the heads, of each micro-batch, which then has that many
-    times ``*_max_token_len_per_gpu`` tokens. It divides the ranks and the heads."""
+    """Ranks that share the tokens, and in attention the heads, of each micro-batch, which then is that many
+    times as large. It divides the ranks and the heads."""
 
     def ranks_per_copy(self, ranks: int) -> int:
         """Ranks of ``ranks`` that share one copy of the weights."""
@@ -150,7 +149,7 @@ class LearnerFsdpConfig(FsdpConfig):
 
     use_no_sync_for_gradient_accumulation: bool | None = None
     """True: gradients are reduced once per mini-batch, and each rank holds them whole, 4 bytes per weight.
-    False: after every micro-batch. null: True unless the estimated memory is above nine tenths of a GPU's."""
+    False: after every micro-batch. null: True where the estimated memory allows it."""
 
 
 class FrozenFsdpConfig(FsdpConfig):

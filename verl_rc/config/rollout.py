@@ -49,7 +49,7 @@ class EngineKwargsConfig(StrictModel):
 
     vllm: dict[str, Any] = {}
     """Further keyword arguments of ``vllm.LLM``. Refused: those that other keys or the run set, and those
-    that change the sampled distribution or what is known of a token, such as speculative decoding."""
+    that change the sampled distribution, such as speculative decoding."""
 
 
 _ROLLOUT = "write actor_rollout_ref.rollout"
@@ -153,8 +153,8 @@ class CheckpointEngineConfig(StrictModel):
     update_weights_bucket_megabytes: int = Field(2048, ge=1)
     """Size of a weight bucket, MiB."""
     stage_updates: bool = False
-    """Receive an update beside running responses and pause them only to load it, for a second copy of the
-    weights on the engine's device. For asynchronous runs."""
+    """Receive an update beside running responses, which takes a second copy of the weights on the engine's
+    device. For asynchronous runs."""
 
 
 class SyncProofConfig(StrictModel):
@@ -168,8 +168,8 @@ class SyncProofConfig(StrictModel):
     canary_max_tokens: int = Field(32, ge=1)
     """Tokens generated for each of them, at most ``data.max_response_length``."""
     survival_freq: int = Field(0, ge=0)
-    """Steps between two measurements of ``sync/update_survival``, each with a copy of the actor's weights in
-    float32 in host memory; 0: none."""
+    """Steps between two measurements of ``sync/update_survival``, which take a float32 copy of the weights in
+    host memory; 0: none."""
     gap_limit: float | None = Field(None, gt=0)
     """Mean |trainer - rollout log-prob| of a step or of canary tokens, nats, above which the run ends; null:
     calibrated by the first ones (``trainer.alerts.gap``)."""
@@ -195,8 +195,8 @@ class MultiTurnConfig(StrictModel):
     max_tool_response_length: int = Field(256, ge=1)
     """Maximum length of a tool's answer, characters; a longer answer is cut and marked."""
     tool_timeout_seconds: float = Field(60.0, gt=0)
-    """Time limit of one tool call, seconds. A tool that exceeds it, or raises anything but ``ToolError``,
-    fails its prompt, which is sampled once more, then replaced."""
+    """Time limit of one tool call, seconds. A tool that exceeds it fails its prompt, which is sampled once
+    more, then replaced."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
     """Side of a longer answer that is cut: ``left`` keeps its end, ``right`` its beginning, ``middle`` both.
     """
@@ -246,18 +246,18 @@ class RolloutConfig(StrictModel):
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; engine and trainer divide logits by it."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the smallest set of tokens with this probability. The trainer's log-probs, entropies and KL
-    are those among the tokens that this filter and the next two keep."""
+    """Sample from the smallest set of tokens with this probability. The trainer mirrors this filter and the
+    next two."""
     top_k: int = Field(-1, ge=-1)
     """Sample from this many most likely tokens, ties included; -1 or 0: all."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Sample from tokens with at least this share of the largest probability; 0: all."""
     max_kept_tokens: int | None = Field(None, ge=1)
-    """Size of the largest set of kept tokens that is recorded; a token of a larger one leaves the loss and is
-    counted (``kept_set/unrecorded_ratio``). null: top_k + 16; needed with a filter without top_k."""
+    """Size of the largest set of kept tokens that is recorded; a token of a larger one leaves the loss. null:
+    top_k + 16; needed with a filter without top_k."""
     enable_rollout_routing_replay: bool = False
-    """For models with experts: the actor takes the experts that the engine recorded for each token, with its
-    own router's probabilities. False: rounding may choose others."""
+    """For models with experts: the actor takes the experts that the engine recorded for each token. False:
+    rounding may choose others."""
     ignore_eos: bool = False
     """Continue generation after the EOS token."""
     response_length: int = follows("data.max_response_length", ge=1)
@@ -298,8 +298,7 @@ class RolloutConfig(StrictModel):
     enable_prefix_caching: bool = True
     """Reuse the KV cache of shared prefixes, which a weight update empties."""
     engine_timeout_seconds: float = Field(3600.0, gt=0)
-    """Time limit of one call of an engine (a step's samples, a weight update), seconds; an engine that
-    exceeds it is killed and replaced."""
+    """Time limit of one call of an engine, seconds; one that exceeds it is killed and replaced."""
     max_engine_replacements: int = Field(3, ge=0)
     """Maximum number of engines replaced in one step; one more ends the run."""
     seed: int = Field(42, ge=0, lt=1 << 32)

@@ -108,8 +108,8 @@ class RolloutCorrectionConfig(PresetConstructors):
     """One threshold for all rules, or one for each: bounds on the ratio for k1 rules (u means 1/u to u), an
     upper bound on the statistic for others."""
     rollout_rs_target_acceptance: float | None = Field(None, gt=0, lt=1, allow_inf_nan=False)
-    """Share of tokens or rows that a single rule (token_k1, seq_sum_k1 or seq_mean_k1) shall accept, by a
-    threshold that follows the batches. Needs ``diagnostics=full``. null: fixed thresholds."""
+    """Share of tokens or rows that a single k1 rule shall accept, by a threshold that follows the batches.
+    Needs ``diagnostics=full``. null: fixed thresholds."""
     rollout_token_veto_threshold: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     """Ratio of a single token below which its row is rejected; null: no veto."""
     rollout_opsm_threshold: float | None = Field(None, gt=0, allow_inf_nan=False)
@@ -118,8 +118,8 @@ class RolloutCorrectionConfig(PresetConstructors):
     bypass_mode: bool = False
     """Two policies instead of three: the rollout policy replaces the proximal policy."""
     proximal: Literal["recompute", "interpolate"] = "recompute"
-    """Log-probs of the proximal policy: recomputed by a forward pass, or, in asynchronous runs, interpolated
-    between rollout and current log-probs by the number of updates between them."""
+    """Log-probs of the proximal policy: recomputed by a forward pass or, in asynchronous runs, interpolated
+    between rollout and current log-probs."""
     loss_type: Literal["ppo_clip", "reinforce", "topr"] = "ppo_clip"
     """Loss of bypass mode: ``policy_loss.loss_mode`` without weights (ppo_clip), the policy gradient with
     weights (reinforce), or TOPR without weights (topr)."""
@@ -136,8 +136,8 @@ class RolloutCorrectionConfig(PresetConstructors):
     max_skipped_updates: int = Field(10, ge=1)
     """Consecutive updates skipped because rejection kept no token, after which the run stops."""
     diagnostics: Literal["core", "full"] = "full"
-    """core: verl's metrics. full: also percentiles, raw and applied weights, effective sample sizes at every
-    level, and signatures of what makes engine and trainer differ."""
+    """core: verl's metrics. full: also percentiles, raw weights, effective sample sizes, and signatures of
+    what makes engine and trainer differ."""
 
     @field_validator("rollout_is", mode="before")
     @classmethod

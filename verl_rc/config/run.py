@@ -50,12 +50,10 @@ class AlertsConfig(StrictModel):
     """Nats per token; null: never."""
     gap: AlertAction = "warn"
     """Action when the mean gap of canary tokens, or in synchronous runs of a step's rollouts, is above
-    ``sync/gap_limit`` (docs/glossary.md says when the run ends). Canary tokens are judged after the updates;
-    not ``skip`` where the actor corrects."""
+    ``sync/gap_limit`` (docs/glossary.md says when the run ends); not ``skip`` where the actor corrects."""
     cause: AlertAction = "warn"
     """Action while signatures name a cause of the gap that no correction repairs (docs/see_why.md); other
-    than ``warn`` it needs ``algorithm.rollout_correction.diagnostics=full``; not ``skip`` where the actor
-    corrects."""
+    than ``warn`` it needs ``diagnostics=full``; not ``skip`` where the actor corrects."""
     reward_collapse: AlertAction = "warn"
     """Action when the mean score of the last ``reward_window`` steps has fallen by more than ``reward_drop``.
     """

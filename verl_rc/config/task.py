@@ -14,8 +14,7 @@ class CustomDatasetConfig(StrictModel):
     path: UserPath | None = None
     """Python file of the class; null: rows come from the files themselves."""
     name: str | None = None
-    """Name of the class, which is called with ``data_files``, ``tokenizer``, ``processor`` (None) and
-    ``config``. Its ``__getitem__`` returns a row in verl's format; it needs ``__len__`` too."""
+    """Name of the class (docs/tasks.md)."""
 
 
 class DataConfig(StrictModel):
@@ -48,8 +47,7 @@ class DataConfig(StrictModel):
     seed: int = follows("trainer.seed")
     """Seed of the order of prompts."""
     filter_overlong_prompts: bool = False
-    """Drop prompts that are longer than ``max_prompt_length``; prompts of an environment when it opens, with
-    the descriptions of its tools."""
+    """Drop prompts longer than ``max_prompt_length``, with the descriptions of tools."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
     """Treatment of a longer prompt that is not dropped: an error, or a side that is cut off."""
     train_max_samples: int = Field(-1, ge=-1)
@@ -141,13 +139,13 @@ class RewardConfig(StrictModel):
     memory_limit_megabytes: int | None = Field(None, ge=256)
     """Address space of one such process, MiB; a call that needs more fails. null: no limit."""
     pass_env: Annotated[list[str], OneOrMore] = []
-    """Environment variables that your function gets although they look like secrets: names that end in key,
-    token, password and the like, such as ``JUDGE_API_KEY``, or URLs with a password."""
+    """Environment variables that your function gets although their names or values look like secrets, such as
+    ``JUDGE_API_KEY``."""
     on_failure: Literal["stop", "score"] = "stop"
     """Action when a call raises, hangs, kills its process or returns no number. ``stop``: the run stops and
-    names the sample (an asynchronous run samples the prompt once more, then replaces it, and stops when more
-    than 1 % of the last 100 failed). ``score``: the sample gets ``failure_score`` and accuracy 0. A built-in
-    math scorer that exceeds the limit or cannot parse the ground truth gives a wrong answer in both cases."""
+    names the sample (an asynchronous run first replaces it, until more than 1 % of the last 100 failed).
+    ``score``: the sample gets ``failure_score`` and accuracy 0. A built-in math scorer that fails gives a
+    wrong answer in both cases."""
     failure_score: float | None = Field(None, allow_inf_nan=False)
     """Score of a failed sample; needed with ``on_failure=score``, refused otherwise."""
 
