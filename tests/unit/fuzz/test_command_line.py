@@ -38,7 +38,7 @@ def start(overrides: list[str], folder: Path) -> "subprocess.Popen[str]":
     )
 
 
-@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 15), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 15), marks=pytest.mark.chaos)], ids=str)
 def test_mistakes_end_in_one_message_and_leave_no_trace(seeds: range, tmp_path: Path) -> None:
     (tmp_path / "before").mkdir()
     (tmp_path / "before" / "metrics.jsonl").write_text("{}\n")

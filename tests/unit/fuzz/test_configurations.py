@@ -104,7 +104,7 @@ def test_run_files_are_read_or_refused_with_a_sentence(content: bytes, tmp_path:
     assert message == "accepted" or REASONS.search(message), message
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.parametrize("generate", [typed, mistyped])
 def test_many_overrides(generate: Any, tmp_path: Path) -> None:
     for seed in range(100, 4000):

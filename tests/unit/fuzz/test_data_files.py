@@ -204,7 +204,7 @@ def test_files_are_read_as_they_are_or_refused_with_a_sentence(tokenizer: Any, t
     assert len(outcomes) - outcomes.count("accepted") >= 40
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_many_files(tokenizer: Any, tmp_path: Path) -> None:
     for seed in range(120, 3000):
         read(seed, tmp_path, tokenizer)

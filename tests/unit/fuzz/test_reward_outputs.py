@@ -224,7 +224,7 @@ def test_outputs_become_finite_scores_and_plain_columns_or_named_failures(
     assert 0.2 < failed / len(outputs) < 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_many_outputs(config: RewardConfig, tmp_path: Path) -> None:
     for seed in range(20, 500):
         score_a_batch(seed, config, tmp_path)
