@@ -4,6 +4,7 @@ FSDP2 rank)."""
 import json
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +110,23 @@ def ray_here() -> Iterator[set[tuple[str, str]]]:
         ray.shutdown()
 
 
+_RUNS = ExitStack()
+"""The run of ``faulty_run``, while it is open."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
+    """The faulty run ends with the last test of this folder: tests of other folders end a Ray that they find
+    in their process."""
+    yield
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        _RUNS.close()
+
+
 @pytest.fixture(scope="session")
-def faulty_run(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRun]:
+def faulty_run(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> RealRun:
     """A real run whose workers can be told to go wrong; each test leaves it healthy."""
     import ray
 
     ray.shutdown()  # that of ``ray_here``
-    with open_faulty_run(task, tmp_path_factory.mktemp("faulty")) as run:
-        yield run
+    return _RUNS.enter_context(open_faulty_run(task, tmp_path_factory.mktemp("faulty")))
