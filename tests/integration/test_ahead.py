@@ -66,7 +66,7 @@ def test_two_steps_a_publication_by_completion_and_without_prompts_that_tell_not
     ("victim", "point"),
     [
         ("driver", ("verl_rc.trainer.stages:update_actor", "2", "0.01")),
-        ("driver", ("verl_rc.trainer.supply.supply:join", "3", "before")),
+        ("driver", ("verl_rc.trainer.supply.supply:join_groups", "3", "before")),
     ],
 )
 def test_a_killed_run_leaves_what_the_undisturbed_one_leaves(

@@ -11,6 +11,9 @@ from small_runs import run_overrides
 from verl_rc.config.load import load_config
 from verl_rc.config.run import RunConfig
 from verl_rc.metrics import check_names
+from verl_rc.runtime.workers.host import usable_cores
+
+MORE_THAN_CORES = usable_cores() + 1
 
 
 def test_metrics_of_every_step_are_written_and_known(whole_run: Path) -> None:
@@ -81,8 +84,8 @@ def test_a_reward_function_that_fails_ends_the_run_with_its_sample(
             "data.train_batch_size",
         ),
         (
-            "trainer.n_gpus_per_node=64 data.train_batch_size=64 "
-            "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+            f"trainer.n_gpus_per_node={MORE_THAN_CORES} data.train_batch_size={MORE_THAN_CORES} "
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={MORE_THAN_CORES}",
             "needs a core",
         ),
     ],
