@@ -106,27 +106,25 @@ def ray_here() -> Iterator[set[tuple[str, str]]]:
         patch.setattr(services, "get_node", fails_once)
         start_ray(RayInitConfig(), processes=3)
         assert not failures
+        _RAY.callback(ray.shutdown)
         yield before
-        ray.shutdown()
 
 
-_RUNS = ExitStack()
-"""The run of ``faulty_run``, while it is open."""
+_RAY = ExitStack()
+"""The Ray of ``ray_here``, then the run of ``faulty_run``."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
-    """The faulty run ends with the last test of this folder: tests of other folders end a Ray that they find
-    in their process."""
+    """Ray ends with the last test of this folder: tests of other folders end a Ray that they find in their
+    process."""
     yield
     if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
-        _RUNS.close()
+        _RAY.close()
 
 
 @pytest.fixture(scope="session")
 def faulty_run(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> RealRun:
     """A real run whose workers can be told to go wrong; each test leaves it healthy."""
-    import ray
-
-    ray.shutdown()  # that of ``ray_here``
-    return _RUNS.enter_context(open_faulty_run(task, tmp_path_factory.mktemp("faulty")))
+    _RAY.close()
+    return _RAY.enter_context(open_faulty_run(task, tmp_path_factory.mktemp("faulty")))

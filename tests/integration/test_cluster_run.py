@@ -60,18 +60,24 @@ def on_core(number: int, *command: str) -> list[str]:
     return ["taskset", "--cpu-list", str(number), *command]
 
 
+def environment_of_nodes() -> dict[str, str]:
+    """One for all nodes: where it is silent, a head takes the token of ``~/.ray`` and others do not, and a
+    Ray of this process kept itself to the loopback interface."""
+    return marked_environment() | {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
+
+
 def start_ray(node: Node, *arguments: str) -> None:
     """Start Ray on a node with one core."""
     ray = str(Path(sys.executable).parent / "ray")
     sizes = ["--num-cpus=2", "--object-store-memory=200000000", "--disable-usage-stats"]
-    node.run(on_core(node.number - 1, ray, "start", *arguments, *sizes), marked_environment())
+    node.run(on_core(node.number - 1, ray, "start", *arguments, *sizes), environment_of_nodes())
 
 
 def driver(node: Node, options: list[str], folder: Path) -> "subprocess.Popen[str]":
     """A run on the cluster, started on a node."""
     command = [sys.executable, "-m", "verl_rc.main_ppo", *options, *ON_TWO_NODES, *of_folder(folder)]
     return node.start(
-        on_core(0, *command), marked_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        on_core(0, *command), environment_of_nodes(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
 
 
