@@ -20,6 +20,8 @@ from verl_rc.runtime.distributed.child_process import ChildProcess
 from verl_rc.trainer.cluster.ray_session import start_ray
 
 ACCURACY = "val-core/digits/acc/mean@1"
+_RAY = ExitStack()
+"""The Ray of ``ray_here``, then the run of ``faulty_run``."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -108,10 +110,6 @@ def ray_here() -> Iterator[set[tuple[str, str]]]:
         assert not failures
         _RAY.callback(ray.shutdown)
         yield before
-
-
-_RAY = ExitStack()
-"""The Ray of ``ray_here``, then the run of ``faulty_run``."""
 
 
 @pytest.hookimpl(wrapper=True)

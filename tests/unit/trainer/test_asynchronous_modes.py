@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from compared_runs import NOT_OF_THE_TRAINING
-from formula_run import Scorer, World, live, prompt_stream, without_processes
+from formula_run import Scorer, World, live, prompt_stream
 from small_models import small_run_config
 
 from verl_rc.algorithm.health.guards import TooManyFailedGroupsError
@@ -40,9 +40,7 @@ REMAX = "algorithm.adv_estimator=remax"
 LEAD: dict[str, Any] = {"staleness_threshold": 1.0, "partial_rollout": False}
 
 
-@pytest.fixture(autouse=True)
-def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_processes(monkeypatch)
+pytestmark = pytest.mark.usefixtures("no_processes")
 
 
 class Slow(World):

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from compared_runs import NOT_OF_THE_TRAINING, without_times
-from formula_run import STEPS, WIDTH, World, live, log_probs_of, prompt_stream, without_processes
+from formula_run import STEPS, WIDTH, World, live, log_probs_of, prompt_stream
 
 from verl_rc.config.errors import ConfigError
 from verl_rc.records.groups import unpack
@@ -32,9 +32,7 @@ def partial(k: int) -> tuple[str, ...]:
     return ("actor_rollout_ref.hybrid_engine=False", *steps)
 
 
-@pytest.fixture(autouse=True)
-def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_processes(monkeypatch)
+pytestmark = pytest.mark.usefixtures("no_processes")
 
 
 class Cutting(World):

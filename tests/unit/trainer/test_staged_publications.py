@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from compared_runs import NOT_OF_THE_TRAINING
-from formula_run import World, live, without_processes
+from formula_run import World, live
 
 from verl_rc.runtime.checkpoint import RunState, SavedRun
 from verl_rc.runtime.distributed.child_process import ProcessLostError
@@ -27,9 +27,7 @@ STEPS = 6
 BY_TIME = ("async/in_flight_groups", "async/whole_waiting_groups", "async/length_ratio")
 
 
-@pytest.fixture(autouse=True)
-def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_processes(monkeypatch)
+pytestmark = pytest.mark.usefixtures("no_processes")
 
 
 class OneAtATime(World):

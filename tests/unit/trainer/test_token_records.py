@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from formula_run import live, without_processes
+from formula_run import live
 from planned_runs import EMPTY_ROW, INPUTS, ROWS, config_of, scored_step
 
 from verl_rc.algorithm.ppo.control import Control
@@ -32,9 +32,7 @@ from verl_rc.trainer.token_records import RecordedRows, TokenRecorder
 TOLD = [{"role": "user", "content": "h"}]
 
 
-@pytest.fixture(autouse=True)
-def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_processes(monkeypatch)
+pytestmark = pytest.mark.usefixtures("no_processes")
 
 
 def records(run: Path) -> dict[int, TokenRecord]:

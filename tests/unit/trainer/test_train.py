@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from formula_run import STEPS, World, live, without_processes
+from formula_run import STEPS, World, live
 
 from verl_rc.correction import measure
 from verl_rc.records.batches import Timed
@@ -19,9 +19,7 @@ INTERRUPTED = 2
 TIMES = ("timing_", "perf/")
 
 
-@pytest.fixture(autouse=True)
-def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_processes(monkeypatch)
+pytestmark = pytest.mark.usefixtures("no_processes")
 
 
 def told(folder: Path) -> list[dict[str, Any]]:

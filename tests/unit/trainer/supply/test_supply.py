@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compared_runs import NOT_OF_THE_TRAINING, without_times
-from formula_run import OVERRIDES, STEPS, Scorer, World, live, log_probs_of, without_processes
+from formula_run import OVERRIDES, STEPS, Scorer, World, live, log_probs_of
 from small_models import small_run_config
 
 from verl_rc.algorithm.rewards import RewardOutput
@@ -31,9 +31,7 @@ def ahead(k: int) -> tuple[str, ...]:
     return (*OWN_DEVICES, f"async_training.staleness_threshold={k}")
 
 
-@pytest.fixture(autouse=True)
-def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_processes(monkeypatch)
+pytestmark = pytest.mark.usefixtures("no_processes")
 
 
 class ReadWorld(World):
