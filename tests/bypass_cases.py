@@ -45,7 +45,10 @@ def case_batch(case: dict[str, Any]) -> TrainBatch:
         tokens=ones_tokens(torch.full((rows,), width), width),
         response_mask=mask,
         loss_mask=mask,
-        rollout_log_probs=rollout_log_probs,
         advantages=advantages,
+        old_log_probs=rollout_log_probs,
+        rollout_log_probs=rollout_log_probs,
+        policy_versions=torch.where(mask, 0, -1),
+        scores=torch.zeros(rows),
         batch_size=[rows],
     )

@@ -9,6 +9,7 @@ import torch
 from conversing import tool_conversations
 from torch import Tensor
 
+from verl_rc.algorithm.ppo.in_actor import MiniBatchCorrection
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.config.rollout import MultiTurnConfig, RolloutConfig
 from verl_rc.records.batches import TokenBatch, TrainBatch
@@ -26,7 +27,6 @@ from verl_rc.runtime.rollout.vllm.output import parts_of_output
 from verl_rc.runtime.rollout.vllm.sampler import VllmSampler
 from verl_rc.runtime.weight_sync.manifest import Manifest, tensor_digest
 from verl_rc.runtime.weight_sync.proof import LoadReceipt
-from verl_rc.runtime.workers.actor_correction import ActorCorrection
 from verl_rc.runtime.workers.micro_batches import ObjectiveTotals
 from verl_rc.runtime.workers.policy_worker import PolicyWorker
 
@@ -186,7 +186,7 @@ class FaultyPolicyWorker(PolicyWorker):
         batch: TrainBatch,
         share: MiniBatch,
         totals: ObjectiveTotals,
-        correction: ActorCorrection | None,
+        correction: MiniBatchCorrection,
     ) -> None:
         super().accumulate(batch, share, totals, correction)
         if self.fault == "nan_gradient":

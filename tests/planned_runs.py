@@ -11,14 +11,10 @@ from batches_of_ones import ones_rollouts
 from torch import Tensor
 
 from verl_rc.algorithm.losses import Aggregation
-from verl_rc.algorithm.ppo.control import Control
+from verl_rc.algorithm.ppo.in_actor import corrected_current, loss_counts, with_interpolated_proximal
 from verl_rc.algorithm.ppo.mini_batches import plan_mini_batches
-from verl_rc.algorithm.ppo.objective import (
-    corrected_current,
-    loss_counts,
-    policy_objective,
-    with_interpolated_proximal,
-)
+from verl_rc.algorithm.ppo.modes import correction_mode
+from verl_rc.algorithm.ppo.objective import policy_objective
 from verl_rc.algorithm.ppo.train_batch import ScoredStep, build_train_batch
 from verl_rc.config.checks import check_run
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
@@ -132,10 +128,11 @@ def current_scores() -> TokenScores:
 def scored_step(config: RunConfig, inputs: Inputs = INPUTS) -> ScoredStep:
     """What the driver hands to the actor."""
     evaluations, algorithm = inputs.evaluations.clone(), config.algorithm
-    if algorithm.rollout_correction.in_actor:
+    if algorithm.rollout_correction.mode != "decoupled":
         evaluations.proximal_log_probs = None
+    mode = correction_mode(algorithm.rollout_correction)
     return build_train_batch(
-        inputs.samples, evaluations, algorithm, Control.from_config(algorithm), current_version=0
+        inputs.samples, evaluations, algorithm, mode, algorithm.kl_ctrl.kl_coef, current_version=0
     )
 
 
@@ -180,13 +177,13 @@ def corrected(
         denominator=config.rejection_denominator,
     )
     counts = mini_batch.num_tokens, mini_batch.num_sequences
-    if not config.in_actor:
+    if config.mode == "decoupled":
         return batch, counts
     if config.proximal == "interpolate":  # one of 100 updates since the rollouts of the step before
         batch = with_interpolated_proximal(
             batch, log_probs.detach(), policy_version=1, updates=1, updates_per_step=99
         )
-        log_probs = batch.proximal_log_probs
+        log_probs = batch.old_log_probs
     batch, statistics = corrected_current(batch, log_probs.detach(), config, policy_version=0)
     if config.nonfinite_logprob == "raise":
         require_finite(statistics.nonfinite_fraction, config)

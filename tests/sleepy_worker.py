@@ -4,9 +4,9 @@
 import time
 from collections.abc import Sequence
 
+from verl_rc.algorithm.ppo.in_actor import MiniBatchCorrection
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.records.batches import TrainBatch
-from verl_rc.runtime.workers.actor_correction import ActorCorrection
 from verl_rc.runtime.workers.micro_batches import ObjectiveTotals
 from verl_rc.runtime.workers.policy_worker import PolicyWorker
 from verl_rc.runtime.workers.updates import ActorReport, UpdateRequest
@@ -28,7 +28,7 @@ class SleepyPolicyWorker(PolicyWorker):
         batch: TrainBatch,
         share: MiniBatch,
         totals: ObjectiveTotals,
-        correction: ActorCorrection | None,
+        correction: MiniBatchCorrection,
     ) -> None:
         if self._address.rank == 1 and self.updates == 2:
             time.sleep(3600)

@@ -438,7 +438,7 @@ def result_of(method: Method, among: Sequence[Problem]) -> dict[str, Any]:
     """What is kept of a method: bias and error by condition, ``frozen``, and passes over the batch without
     gradient that it needs before an update."""
     conditions = {name: examine(method, name, among) for name in CONDITIONS}
-    forwards = int(not method.correction.in_actor)
+    forwards = int(method.correction.mode == "decoupled")
     return {"forwards": forwards, "frozen": frozen_score(method, among), "conditions": conditions}
 
 

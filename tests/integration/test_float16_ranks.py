@@ -11,6 +11,7 @@ from two_processes import free_port, run_two_ranks
 
 def run_rank(rank: int, model: Path, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    from verl_rc.algorithm.ppo.in_actor import Corrected
     from verl_rc.algorithm.ppo.mini_batches import MiniBatch
     from verl_rc.runtime.distributed.process_group import RankAddress
     from verl_rc.runtime.workers import float16
@@ -27,7 +28,7 @@ def run_rank(rank: int, model: Path, port: int, folder: Path) -> None:
     share = MiniBatch([[2 * rank, 2 * rank + 1]], int(counted.sum()), 4, int(counted.sum()))
     found: dict[str, Any] = {"steps": []}
     for broken_rank in (1, None, 0, None):
-        worker.accumulate(batch, share, ObjectiveTotals("actor"), correction=None)
+        worker.accumulate(batch, share, ObjectiveTotals("actor"), Corrected())
         if rank == broken_rank:
             shard: Any = next(worker.model.module.parameters()).grad
             shard.to_local()[0, 0] = math.inf

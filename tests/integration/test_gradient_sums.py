@@ -16,6 +16,7 @@ from small_models import make_train_batch, small_run_config, write_small_model
 from small_runs import ROOT
 from two_processes import free_port, run_two_ranks
 
+from verl_rc.algorithm.ppo.in_actor import Corrected
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.plan.memory import ModelShape, estimate_roles
 from verl_rc.runtime.distributed.process_group import RankAddress
@@ -45,7 +46,7 @@ def gradients(
     counted = batch.response_mask.sum(-1)
     share = MiniBatch(micro_batches, int(counted.sum()), len(LENGTHS), int(batch.loss_mask.sum()))
     worker.model.module.train()
-    worker.accumulate(batch, share, ObjectiveTotals("actor"), None)
+    worker.accumulate(batch, share, ObjectiveTotals("actor"), Corrected())
     found = {name: whole(p.grad) for name, p in worker.model.module.named_parameters() if p.grad is not None}
     worker.close()
     return found

@@ -12,8 +12,8 @@ from small_models import make_train_batch, small_run_config, write_small_model
 from two_processes import free_port
 
 from verl_rc.algorithm.losses import compute_policy_loss
+from verl_rc.algorithm.ppo.in_actor import Corrected, corrected_current
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
-from verl_rc.algorithm.ppo.objective import corrected_current
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.records.batches import CriticBatch
 from verl_rc.runtime.distributed.process_group import RankAddress
@@ -58,7 +58,7 @@ def gradients(request: pytest.FixtureRequest, model_folder: Path) -> dict[str, t
         totals = ObjectiveTotals("actor")
         with worker.model.in_use():
             if request.param is PolicyWorker:
-                worker.accumulate(batch, share, totals, None)
+                worker.accumulate(batch, share, totals, Corrected())
             else:
                 torch.nn.init.constant_(worker.model.module.score.weight, 0.1)
                 values = torch.zeros(len(LENGTHS), 7)

@@ -10,6 +10,7 @@ from small_models import make_train_batch, small_run_config, write_small_model
 from two_processes import free_port, run_ranks
 
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
+from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.records.batches import CriticBatch
 from verl_rc.runtime.checkpoint import load_full_state_dict
@@ -63,7 +64,7 @@ def trained(rank: int, workers: dict[str, Any], folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for step in range(2):
         batch = make_train_batch([7, 2, 5, 6, 1, 4], seed=step)
-        batch.reference_log_probs = batch.proximal_log_probs
+        batch.reference_log_probs = batch.old_log_probs
         counts = (int(batch.response_mask.sum()), 6, int(batch.loss_mask.sum()))
         values = CriticBatch(
             batch.tokens,
@@ -80,7 +81,7 @@ def trained(rank: int, workers: dict[str, Any], folder: Path) -> dict[str, Any]:
         if "critic" in workers:
             workers["critic"].update(values, [MiniBatch(OWN_ROWS[rank], *counts)])
         if "actor" in workers:
-            request = UpdateRequest(RolloutCorrectionConfig(), 0)
+            request = UpdateRequest(correction_mode(RolloutCorrectionConfig()), 0)
             workers["actor"].update(batch, [MiniBatch(SHARED_ROWS, *counts)], request)
         if step == 0:
             for role in [

@@ -13,16 +13,16 @@ from small_models import add_kept_sets, make_train_batch, small_run_config, writ
 from two_processes import free_port, run_ranks
 
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
+from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.config.distillation import DistillationLossConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.metrics import reduce_metrics
 from verl_rc.records.batches import CriticBatch, TrainBatch
 from verl_rc.runtime.distributed.process_group import RankAddress, leave_trainer_group
-from verl_rc.runtime.workers.actor_correction import ActorCorrection
+from verl_rc.runtime.weight_sync.proof import LogProbGap
 from verl_rc.runtime.workers.critic_worker import CriticWorker
 from verl_rc.runtime.workers.micro_batches import ObjectiveTotals
 from verl_rc.runtime.workers.policy_worker import PolicyWorker, ReferenceWorker
-from verl_rc.runtime.workers.updates import UpdateRequest
 
 LENGTHS = [7, 2, 5, 0, 1, 6, 7, 3]
 """Of responses; prompts have 1 to 6 tokens. Micro-batches have 20, 4, 6 and 25: one rank makes all
@@ -149,26 +149,24 @@ def actor_numbers(worker: PolicyWorker, micro_batches: list[list[int]], correcti
         near = everything + 0.1 * torch.randn(everything.shape, generator=torch.Generator().manual_seed(7))
         batch.reference_log_probs = torch.where(batch.response_mask, near, 0.0)
         if bypass:
-            batch.proximal_log_probs, batch.rollout_log_probs = None, batch.reference_log_probs
+            batch.old_log_probs = batch.rollout_log_probs = batch.reference_log_probs
         worker._distillation = None
         if name == "a teacher's likeliest tokens":
             worker._distillation = DistillationLossConfig(loss_mode="forward_kl_topk", topk=3)
             batch.teacher_log_probs = batch.reference_log_probs
             add_top_tokens(batch, worker.model.module.config.vocab_size)
-        correction = (
-            ActorCorrection(UpdateRequest(worker._correction, 0), 1, worker._data_parallel)
-            if bypass
-            else None
-        )
+        correction = correction_mode(worker._correction).during_update(0, 1, worker._ranks)
         totals = ObjectiveTotals("actor")
-        worker.accumulate(batch, share_of(batch, micro_batches), totals, correction)
+        share = share_of(batch, micro_batches)
+        worker.accumulate(batch, share, totals, correction)
         found[f"{name}: gradients"] = gradients(worker.model.module)
         found[f"{name}: metrics"] = totals.metrics(is_first_rank=worker._address.rank == 0)
-        if correction is not None:
-            correction.end_mini_batch()
-            found[f"{name}: statistics"] = correction.statistics().sums
-            found[f"{name}: signatures"] = correction.signatures().sums  # type: ignore[union-attr]
-            found[f"{name}: gap"] = torch.tensor([correction.gap().mean, correction.gap().maximum])
+        correction.end_mini_batch(share, 0)
+        if (measured := correction.measured()) is not None:
+            gap = LogProbGap.from_statistics(measured.before_update)
+            found[f"{name}: statistics"] = measured.statistics.sums
+            found[f"{name}: signatures"] = measured.signatures.sums  # type: ignore[union-attr]
+            found[f"{name}: gap"] = torch.tensor([gap.mean, gap.maximum])  # type: ignore[union-attr]
         worker.model.optimizer.zero_grad()
     return found
 

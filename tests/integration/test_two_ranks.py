@@ -62,10 +62,10 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
     """Whole gradients under every correction and aggregation mode, and what an update changes, as one of the
     ranks knows them."""
     from verl_rc.algorithm.ppo.mini_batches import MiniBatch
+    from verl_rc.algorithm.ppo.modes import correction_mode
     from verl_rc.config.models import PolicyLossConfig
     from verl_rc.config.rollout_correction import RolloutCorrectionConfig
     from verl_rc.runtime.distributed.process_group import RankAddress
-    from verl_rc.runtime.workers.actor_correction import ActorCorrection
     from verl_rc.runtime.workers.micro_batches import ObjectiveTotals
     from verl_rc.runtime.workers.policy_worker import PolicyWorker
     from verl_rc.runtime.workers.updates import UpdateRequest
@@ -88,10 +88,7 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
             current = worker.compute_log_probs(batch.tokens, [[0, 1, 2, 3, 4, 5, 6, 7]])[0]
             near = current + 0.2 * torch.randn(8, 7, generator=torch.Generator().manual_seed(7))
             near[list(REJECTED)] += 5.0 if "rollout_rs" in fields and name not in LOSSES else 0.0
-            batch.proximal_log_probs, batch.rollout_log_probs = (
-                None,
-                torch.where(batch.response_mask, near, 0.0),
-            )
+            batch.old_log_probs = batch.rollout_log_probs = torch.where(batch.response_mask, near, 0.0)
         counted = batch.response_mask.sum(-1)
         share = MiniBatch(
             SPLITS[world_size][rank], int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum())
@@ -101,9 +98,7 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
             worker._actor = worker._actor.model_copy(
                 update={"loss_agg_mode": mode, "policy_loss": policy_loss}
             )
-            correction = (
-                ActorCorrection(UpdateRequest(worker._correction, 0), 1, worker._mesh) if bypass else None
-            )
+            correction = correction_mode(worker._correction).during_update(0, 1, worker._ranks)
             worker.accumulate(batch, share, ObjectiveTotals("actor"), correction)
             found[name, mode] = flat(p.grad.full_tensor() for p in worker.model.module.parameters())  # type: ignore[union-attr]
             worker.model.optimizer.zero_grad()
@@ -112,7 +107,7 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
     # step blows up.
     moved = [p for name, p in worker.model.module.named_parameters() if not name.endswith("k_proj.bias")]
     before = flat(p.full_tensor() for p in moved)  # type: ignore[attr-defined]
-    worker.update(batch, [share], UpdateRequest(worker._correction, 0))
+    worker.update(batch, [share], UpdateRequest(correction_mode(worker._correction), 0))
     found["adamw", "step"] = flat(p.full_tensor() for p in moved) - before  # type: ignore[attr-defined]
     worker.close()
     return found

@@ -142,8 +142,8 @@ def _token_age(config: RunConfig) -> Iterator[str]:
             "staleness_threshold, or drop it."
         )
     correction = config.algorithm.rollout_correction
-    if correction.in_actor:
-        mode = "bypass_mode=True" if correction.bypass_mode else "proximal=interpolate"
+    if correction.mode != "decoupled":
+        mode = "bypass_mode=True" if correction.mode == "bypass" else "proximal=interpolate"
         yield (
             f"{setting} is a rule of the driver, and with {_CORRECTION}.{mode} the actor decides which "
             "tokens it keeps; drop one of them."

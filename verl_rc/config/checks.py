@@ -145,7 +145,7 @@ def _estimators(config: RunConfig) -> Iterator[str]:
             "algorithm.adv_estimator_inputs declares what a module:function estimator reads; got "
             f"{algorithm.adv_estimator_inputs} with {name}, whose inputs are known. Drop it."
         )
-    if algorithm.estimator_reads("sum_pi_squared") and correction.in_actor:
+    if algorithm.estimator_reads("sum_pi_squared") and correction.mode != "decoupled":
         yield (
             f"algorithm.adv_estimator={name} needs the proximal policy's probabilities, which bypass mode "
             "and interpolation do not compute: pass algorithm.rollout_correction.bypass_mode=False and "
@@ -470,7 +470,7 @@ def _devices(config: RunConfig) -> Iterator[str]:
 def _alerts(config: RunConfig) -> Iterator[str]:
     correction, alerts = config.algorithm.rollout_correction, config.trainer.alerts
     for name, action in (("mismatch", alerts.mismatch), ("gap", alerts.gap), ("cause", alerts.cause)):
-        if action == "skip" and correction.in_actor:
+        if action == "skip" and correction.mode != "decoupled":
             yield (
                 f"trainer.alerts.{name}=skip needs a {name} that is known before the update, but in bypass "
                 "mode (algorithm.rollout_correction.bypass_mode=True), and with proximal=interpolate, the "

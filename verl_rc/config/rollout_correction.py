@@ -57,6 +57,11 @@ class WeightSettings:
         return self.level in ("sequence", "geometric")
 
 
+CorrectionMode = Literal["decoupled", "bypass", "interpolated"]
+"""What is corrected against the rollout policy, and where: the proximal policy in the driver, before the
+update; the current policy, or a proximal one interpolated from both, in the actor, during it."""
+
+
 @dataclass(frozen=True)
 class CorrectionSettings:
     """The options that ``verl_rc.correction`` computes with, as typed values without short forms."""
@@ -261,10 +266,11 @@ class RolloutCorrectionConfig(PresetConstructors):
             )
 
     @property
-    def in_actor(self) -> bool:
-        """Whether the actor corrects, mini-batch by mini-batch: no proximal policy is computed before the
-        updates."""
-        return self.bypass_mode or self.proximal == "interpolate"
+    def mode(self) -> CorrectionMode:
+        """The mode of correction."""
+        if self.bypass_mode:
+            return "bypass"
+        return "interpolated" if self.proximal == "interpolate" else "decoupled"
 
     @property
     def named_loss(self) -> str | None:
@@ -296,7 +302,7 @@ class RolloutCorrectionConfig(PresetConstructors):
             opsm_threshold=self.rollout_opsm_threshold,
             nonfinite="reject_sequence" if self.nonfinite_logprob == "raise" else self.nonfinite_logprob,
             full=self.diagnostics == "full",
-            tests_misalignment=not self.in_actor,
+            tests_misalignment=self.mode == "decoupled",
         )
 
     def effective_fields(self) -> dict[str, object]:

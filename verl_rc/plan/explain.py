@@ -112,7 +112,7 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
         "else",
     )
     yield from _ratio_symbols(plan)
-    if policy.in_actor or policy.applies_weights or policy.rejects_tokens:
+    if policy.mode != "decoupled" or policy.applies_weights or policy.rejects_tokens:
         yield (
             "π_roll",
             "rollout policy: the engine, as it reported the log-prob of each token it sampled "
@@ -166,7 +166,7 @@ def _kept_set(rollout: RolloutConfig) -> Iterator[Row]:
 
 def _ratio_symbols(plan: Plan) -> Iterator[Row]:
     policy, spec = plan.policy, plan.policy.spec
-    symbol = "π_roll" if policy.bypass_mode else "π_old"
+    symbol = "π_roll" if policy.mode == "bypass" else "π_old"
     if spec is None:
         yield (
             "π_old",
@@ -186,13 +186,13 @@ def _ratio_symbols(plan: Plan) -> Iterator[Row]:
         )
         yield "", f"no ratio, no clip: the {policy.old_policy} policy {effect}"
         return
-    if policy.interpolates_proximal:
+    if policy.mode == "interpolated":
         yield (
             "π_old",
             "proximal policy: log π_old = (1 - a) log π_roll + a log π, where a is the share of the "
             "optimizer updates from π_roll to π that were made before the step; constant",
         )
-    elif not policy.bypass_mode:
+    elif policy.mode != "bypass":
         yield (
             "π_old",
             "proximal policy: the actor before the step's first update, recomputed by old_log_prob "
@@ -207,7 +207,7 @@ def _ratio_symbols(plan: Plan) -> Iterator[Row]:
         yield "r", f"π(y) / {symbol}(y) of the sampled token{gradient}"
     elif spec.ratio == "row":
         yield "s", f"exp(mean over the row of log π(y) / {symbol}(y)), with each token's own gradient"
-    if policy.bypass_mode:
+    if policy.mode == "bypass":
         yield (
             "",
             "bypass mode: π_old is the rollout policy, nothing is recomputed"
@@ -219,7 +219,7 @@ def _weight_symbols(correction: RolloutCorrectionConfig, plan: Plan) -> Iterator
     policy = plan.policy
     if not policy.applies_weights:
         return
-    ratio = "π / π_roll, with π detached" if policy.bypass_mode else "π_old / π_roll"
+    ratio = "π / π_roll, with π detached" if policy.mode == "bypass" else "π_old / π_roll"
     bound = correction.weight_threshold()
     bounds = (
         f"at most {bound.upper:g}" if bound.lower is None else f"0 outside [{bound.lower:g}, {bound.upper:g}]"
@@ -250,9 +250,9 @@ def _correction(correction: RolloutCorrectionConfig, plan: Plan) -> Iterator[Row
     yield (
         "mode",
         "bypass: in the actor, mini-batch by mini-batch; current over rollout policy"
-        if policy.bypass_mode
+        if policy.mode == "bypass"
         else "decoupled: in the actor, mini-batch by mini-batch; interpolated proximal over rollout policy"
-        if policy.interpolates_proximal
+        if policy.mode == "interpolated"
         else "decoupled: in the driver, once per step; proximal over rollout policy",
     )
     reported = "reported only" if correction.rollout_is is not None else "none"
@@ -274,7 +274,7 @@ def _correction(correction: RolloutCorrectionConfig, plan: Plan) -> Iterator[Row
         "tokens",
     )
     ratio = None if policy.spec is None else policy.spec.ratio
-    if policy.bypass_mode and ratio in ("token", "row", "product"):
+    if policy.mode == "bypass" and ratio in ("token", "row", "product"):
         yield "", "the ratio of the loss itself, to the rollout policy, corrects the gap"
     elif not (policy.applies_weights or policy.rejects_tokens):
         yield "", "the gap is measured (rollout_corr/*), and nothing is corrected"

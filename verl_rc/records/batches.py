@@ -6,8 +6,7 @@ beside a row's tokens, padded on the right, ``K`` token ids that a filter kept a
 are in nats; the log-prob at response position t is that *of* response token t.
 
 The configuration decides whether an optional field is there, and the docstring of the field says by which
-options. "The actor corrects" means ``RolloutCorrectionConfig.in_actor``: in bypass mode, and where the
-proximal policy is interpolated. Records are tensordict tensorclasses: they index by rows, concatenate, and
+options. Records are tensordict tensorclasses: they index by rows, concatenate, and
 cross Ray as plain tensors.
 """
 
@@ -38,6 +37,7 @@ FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "loss_mask": (torch.bool, "BR"),
     "rollout_log_probs": (torch.float32, "BR"),
     "proximal_log_probs": (torch.float32, "BR"),
+    "old_log_probs": (torch.float32, "BR"),
     "reference_log_probs": (torch.float32, "BR"),
     "teacher_log_probs": (torch.float32, "BR"),
     "teacher_top_ids": (torch.int32, "BRW"),
@@ -181,19 +181,24 @@ class RolloutBatch(TensorClass):
         """Check dtypes and shapes."""
         _check(self)
 
+    @property
+    def comparable_mask(self) -> Tensor:
+        """See ``TokenBatch.mask_of_known_distribution``."""
+        return self.tokens.mask_of_known_distribution(self.response_mask)
+
 
 class PolicyEvaluations(TensorClass):
     """Outputs of the trainer's models on the sampled tokens before the update."""
 
     proximal_log_probs: Tensor | None = None
     """float32 ``[B, R]``: log-prob under the proximal policy (the trainer before its first update of the
-    step). There in the steps of ``recomputes_proximal``: in all, unless the actor corrects."""
+    step). There where the mode of correction evaluates it: ``verl_rc.algorithm.ppo.modes``."""
     entropies: Tensor | None = None
-    """float32 ``[B, R]``: entropy of the proximal policy's distribution at each token, nats. There unless the
-    actor corrects."""
+    """float32 ``[B, R]``: entropy of the proximal policy's distribution at each token, nats. There with
+    ``proximal_log_probs``."""
     sum_pi_squared: Tensor | None = None
-    """float32 ``[B, R]``: sum of the proximal policy's squared probabilities at each token. There unless the
-    actor corrects, where the estimator reads it or ``diagnostics=full``."""
+    """float32 ``[B, R]``: sum of the proximal policy's squared probabilities at each token. There with
+    ``proximal_log_probs``, where the estimator reads it or ``diagnostics=full``."""
     varentropies: Tensor | None = None
     """float32 ``[B, R]``: variance of the log-prob of a token drawn from that distribution, nats^2. There
     with ``sum_pi_squared``."""
@@ -226,14 +231,19 @@ class TrainBatch(TensorClass):
     whose kept set is recorded where the engine filters."""
     advantages: Tensor
     """float32 ``[B, R]``, 0 where ``response_mask`` is False."""
-    proximal_log_probs: Tensor | None = None
-    """See ``PolicyEvaluations``; where the proximal policy is interpolated, the actor puts the interpolated
-    log-probs here."""
-    rollout_log_probs: Tensor | None = None
-    """float32 ``[B, R]``: log-prob under the rollout policy. There where the actor corrects."""
+    old_log_probs: Tensor
+    """float32 ``[B, R]``: log-prob under the policy in the denominator of the loss's ratio: the proximal
+    policy, in bypass mode the rollout policy. Where the proximal policy is interpolated, the actor puts the
+    interpolated log-probs here."""
+    rollout_log_probs: Tensor
+    """See ``RolloutBatch``."""
+    policy_versions: Tensor
+    """See ``RolloutBatch``."""
+    scores: Tensor
+    """float32 ``[B]``: outcome scores."""
     rollout_is_weights: Tensor | None = None
     """float32 ``[B, R]``: importance weights of rollout correction, constants. There with ``rollout_is``, in
-    the losses that weights apply to; where the actor corrects, it puts them here."""
+    the losses that weights apply to, once the correction is made."""
     reference_log_probs: Tensor | None = None
     """See ``PolicyEvaluations``."""
     teacher_log_probs: Tensor | None = None
@@ -242,17 +252,17 @@ class TrainBatch(TensorClass):
     """See ``PolicyEvaluations``."""
     teacher_top_log_probs: Tensor | None = None
     """See ``PolicyEvaluations``."""
-    scores: Tensor | None = None
-    """float32 ``[B]``: outcome scores. There where the actor corrects, with ``diagnostics=full``."""
-    policy_versions: Tensor | None = None
-    """int64 ``[B, R]``: version of the weights that sampled each token. There where the actor corrects, with
-    ``diagnostics=full`` and in asynchronous runs."""
     engines: Tensor | None = None
-    """See ``RolloutBatch``. There where the actor corrects, with ``diagnostics=full``."""
+    """See ``RolloutBatch``."""
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""
         _check(self)
+
+    @property
+    def comparable_mask(self) -> Tensor:
+        """See ``TokenBatch.mask_of_known_distribution``."""
+        return self.tokens.mask_of_known_distribution(self.response_mask)
 
 
 class CriticBatch(TensorClass):

@@ -6,6 +6,7 @@ from verl_rc.algorithm.health import causes, ranges
 from verl_rc.algorithm.health.findings import Findings
 from verl_rc.algorithm.health.ranges import HealthHistory
 from verl_rc.algorithm.ppo.control import Control
+from verl_rc.algorithm.ppo.in_actor import Measured
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionStatistics, require_finite
 from verl_rc.metrics.log_ratio_bins import HISTOGRAM_EDGES
@@ -19,27 +20,22 @@ from verl_rc.trainer.step_record import StepRecord
 def judge(
     services: Services,
     state: RunState,
-    statistics: CorrectionStatistics | None,
+    measured: Measured | None,
     control: Control,
     record: StepRecord,
-    gap: LogProbGap | None = None,
 ) -> Findings:
-    """Record what rollout correction measured in the step, and judge it.
-
-    ``statistics`` are None before the actor has corrected: nothing is judged then. ``gap`` is that
-    before any update where the actor corrects, and else that of the statistics; there is none, and nothing
-    is said of it, when no token has two finite log-probs.
+    """Record what rollout correction measured in the step, and judge it; nothing where it measured nothing.
 
     Raises ``SyncProofError`` when an engine cannot have held the trainer's weights, and
     ``NonFiniteLogProbError`` when too many log-probs are not finite.
     """
-    if statistics is None:
+    if measured is None:
         return Findings(state.rollout_gap_limit, state.health)
-    correction = services.config.algorithm.rollout_correction
-    record_correction(correction, statistics, control, record)
+    statistics, gap = measured.statistics, LogProbGap.from_statistics(measured.before_update)
+    if measured.signatures is not None:
+        record.add(measured.signatures.signatures())
+    record_correction(services.config.algorithm.rollout_correction, statistics, control, record)
     step = state.step + 1
-    if gap is None and not correction.in_actor:
-        gap = LogProbGap.from_statistics(statistics)
     if gap is not None:
         record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum})
     judged = _judge_causes(services, state.health, record, step)

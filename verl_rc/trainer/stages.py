@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from verl_rc.algorithm.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
-from verl_rc.algorithm.ppo.choices import log_prob_limit, recomputes_proximal, update_limit
+from verl_rc.algorithm.ppo.choices import log_prob_limit, update_limit
 from verl_rc.algorithm.ppo.control import Control
 from verl_rc.algorithm.ppo.mini_batches import plan_mini_batches
+from verl_rc.algorithm.ppo.modes import Mode
 from verl_rc.algorithm.ppo.train_batch import ScoredStep, critic_batch
 from verl_rc.algorithm.supply.ledger import accounts_of_update
 from verl_rc.config.folder_owner import FolderClaim
@@ -25,7 +26,9 @@ from verl_rc.trainer.services import Services
 from verl_rc.trainer.step_record import StepRecord
 
 
-def evaluate(services: Services, rollouts: RolloutBatch, step: int, record: StepRecord) -> PolicyEvaluations:
+def evaluate(
+    services: Services, rollouts: RolloutBatch, mode: Mode, step: int, record: StepRecord
+) -> PolicyEvaluations:
     """Evaluate the sampled tokens with the trainer's models: proximal policy, frozen policies and critic, as
     far as the run needs them."""
     rollout = services.config.actor_rollout_ref.rollout
@@ -40,7 +43,7 @@ def evaluate(services: Services, rollouts: RolloutBatch, step: int, record: Step
             "sets: the trainer would score them over the whole vocabulary. Drop "
             "actor_rollout_ref.rollout.top_p, top_k and min_p."
         )
-    proximal = _proximal_policy(services, rollouts, step, record)
+    proximal = _proximal_policy(services, rollouts, mode, step, record)
     frozen = _frozen_policies(services, rollouts, record)
     values = None
     if services.critic is not None:
@@ -82,16 +85,14 @@ def _frozen_policies(services: Services, rollouts: RolloutBatch, record: StepRec
 
 
 def _proximal_policy(
-    services: Services, rollouts: RolloutBatch, step: int, record: StepRecord
+    services: Services, rollouts: RolloutBatch, mode: Mode, step: int, record: StepRecord
 ) -> dict[str, Any]:
-    """What ``PolicyEvaluations`` hold of the proximal policy, by field; where the actor corrects, nothing, or
-    now and then log-probs for it to compare interpolated ones with.
+    """What ``PolicyEvaluations`` hold of the proximal policy, by field; nothing where ``mode`` does not need
+    it.
 
     Raises ``InexactError`` when they differ from the engine's in exact mode.
     """
-    correction, exact = services.config.algorithm.rollout_correction, services.config.actor_rollout_ref.exact
-    is_recomputed = recomputes_proximal(correction, step)
-    if not is_recomputed and not exact:
+    if not mode.evaluates_proximal(step) and not services.config.actor_rollout_ref.exact:
         return {}
     scores = record.timed(
         "old_log_prob",
@@ -100,10 +101,8 @@ def _proximal_policy(
         log_prob_limit(services.config.actor_rollout_ref.rollout),
     )
     require_exact(services.config, scores.log_probs, rollouts, step - 1, f"step {step}")
-    if not is_recomputed:  # they were compared, no more
+    if not mode.evaluates_proximal(step):  # they were compared, no more
         return {}
-    if correction.in_actor:
-        return {"proximal_log_probs": scores.log_probs}
     return {
         "proximal_log_probs": scores.log_probs,
         "entropies": scores.entropies,
@@ -135,7 +134,7 @@ def record_batch(
             data.max_prompt_length,
         )
     )
-    if not services.config.algorithm.rollout_correction.in_actor:
+    if scored.correction is not None:
         record.add(policy_gap_metrics(rollouts, evaluations))
     if scored.reward_kl is not None:
         coefficient = control.kl_coef
@@ -177,12 +176,11 @@ def update_actor(
     services: Services,
     state: RunState,
     batch: TrainBatch,
-    control: Control,
+    mode: Mode,
     record: StepRecord,
 ) -> ActorReport:
     """One optimizer step per mini-batch and epoch."""
     actor, rollout = services.config.actor_rollout_ref.actor, services.config.actor_rollout_ref.rollout
-    correction = services.config.algorithm.rollout_correction
     mini_batches = plan_mini_batches(
         batch.response_mask,
         batch.loss_mask,
@@ -190,16 +188,14 @@ def update_actor(
         epochs=actor.ppo_epochs,
         shuffle=actor.shuffle,
         seed=request_seed({"seed": services.config.trainer.seed, "step": state.step + 1}),
-        denominator=correction.rejection_denominator,
+        denominator=mode.config.rejection_denominator,
     )
-    is_limited = correction.bypass_mode and services.config.async_training.is_synchronous
-    limit = services.gap_limit.fault(state.rollout_gap_limit) if is_limited else None
+    is_limited = services.config.async_training.is_synchronous
     request = UpdateRequest(
-        control.correction(correction),
+        mode,
         policy_version=state.step,
-        gap_limit=limit,
+        gap_limit=services.gap_limit.fault(state.rollout_gap_limit) if is_limited else None,
         measures_survival=services.is_due(rollout.sync_proof.survival_freq, state.step + 1),
-        compares_proximal=correction.in_actor and recomputes_proximal(correction, state.step + 1),
     )
     report = record.timed(
         "update_actor",

@@ -116,7 +116,6 @@ class TokenRecorder:
     ) -> TokenRecord:
         config = self._services.config
         rollouts = samples.rollouts
-        in_actor = config.algorithm.rollout_correction.in_actor
         squares = _squares(evaluations.proximal_log_probs, rollouts)
         seed = request_seed({"seed": config.trainer.seed, "step": step, "token_records": 1})
         num_rows = len(samples) if why == "full" else self._settings.rows_per_step
@@ -128,7 +127,7 @@ class TokenRecorder:
             flat: Array = values[recorded.rows][written].numpy()
             return flat
 
-        columns = dict(_token_columns(samples, evaluations, scored, in_actor))
+        columns = dict(_token_columns(samples, evaluations, scored))
         tokens = {name: tokens_of(values) for name, values in columns.items()}
         ids = tokens_of(rollouts.tokens.responses)
         prompts = [np.asarray(prompt) for prompt in _prompts(samples, recorded.rows)]
@@ -204,9 +203,9 @@ def _squares(proximal: Tensor | None, rollouts: RolloutBatch) -> Tensor:
 
 
 def _token_columns(
-    samples: Samples, evaluations: PolicyEvaluations, scored: ScoredStep, in_actor: bool
+    samples: Samples, evaluations: PolicyEvaluations, scored: ScoredStep
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors ``[B, R]`` by column. Where the actor corrects, there is no correction yet."""
+    """Tensors ``[B, R]`` by column, those of the correction where the driver makes it."""
     rollouts, batch = samples.rollouts, scored.batch
     yield "response_mask", rollouts.response_mask
     yield "rollout_log_prob", rollouts.rollout_log_probs
@@ -219,9 +218,8 @@ def _token_columns(
         yield "turn_reward", at_turn_ends(rewards, rollouts.response_mask)
         waits = [[reply.waited for reply in replies] for replies in samples.episodes]
         yield "turn_wait", at_turn_ends(waits, rollouts.response_mask)
-    if not in_actor:
-        assert evaluations.proximal_log_probs is not None
-        yield "old_log_prob", evaluations.proximal_log_probs
+    if scored.correction is not None:
+        yield "old_log_prob", batch.old_log_probs
         yield "kept", batch.loss_mask | ~batch.response_mask
         if batch.rollout_is_weights is not None:
             yield "weight", batch.rollout_is_weights

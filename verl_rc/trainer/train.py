@@ -4,10 +4,11 @@ from concurrent.futures import Future
 
 from verl_rc.algorithm.health.guards import count_nonfinite_updates, count_skipped_updates
 from verl_rc.algorithm.ppo.control import Control
+from verl_rc.algorithm.ppo.in_actor import Measured
+from verl_rc.algorithm.ppo.modes import Mode, correction_mode
 from verl_rc.algorithm.ppo.train_batch import ScoredStep, build_train_batch
 from verl_rc.config.folder_owner import OWNER_FILE
 from verl_rc.config.run import RunConfig
-from verl_rc.correction import CorrectionStatistics
 from verl_rc.records.batches import PolicyEvaluations
 from verl_rc.runtime.checkpoint import RunState
 from verl_rc.trainer import checkpoints, guards, stages
@@ -51,26 +52,36 @@ def train(services: Services, state: RunState) -> None:
     while state.step < services.total_steps:
         step = state.step + 1
         record = StepRecord()
+        control = Control.from_config(config.algorithm, state.control)
+        mode = correction_mode(
+            control.correction(config.algorithm.rollout_correction),
+            by_age=not config.async_training.is_synchronous,
+        )
         samples = supply.take(record)
         with beside_ranks(supply.decide_ended_groups):
-            evaluations = stages.evaluate(services, samples.rollouts, step, record)
-            control = Control.from_config(config.algorithm, state.control)
+            evaluations = stages.evaluate(services, samples.rollouts, mode, step, record)
             with record.stage("adv"):
                 scored = build_train_batch(
-                    samples, evaluations, config.algorithm, control, state.step, config.async_training
+                    samples,
+                    evaluations,
+                    config.algorithm,
+                    mode,
+                    control.kl_coef,
+                    state.step,
+                    config.async_training.max_token_age,
                 )
             stages.record_batch(services, samples, evaluations, scored, control, record, step)
-            findings = judge(services, state, scored.statistics, control, record)
+            findings = judge(services, state, scored.measured, control, record)
             state.health, state.rollout_gap_limit = findings.health, findings.next_gap_limit
             state.rewards = state.rewards.with_scores(samples.scores, trainer.alerts.reward_window)
             updated = (
-                update(services, state, scored, evaluations, control, record)
+                update(services, state, scored, evaluations, control, mode, record)
                 if services.guards.decide_update(state.rewards, samples, scored, findings, record, step)
                 else None
             )
         state.control = (
             control.after_penalty(scored.reward_kl, len(samples))
-            .after_correction(scored.statistics or updated)
+            .after_correction(scored.measured or updated)
             .state
         )
         if services.is_due(config.async_training.trigger_parameter_sync_step, step):
@@ -101,11 +112,12 @@ def update(
     scored: ScoredStep,
     evaluations: PolicyEvaluations,
     control: Control,
+    mode: Mode,
     record: StepRecord,
-) -> CorrectionStatistics | None:
+) -> Measured | None:
     """Update the critic, and the actor once the critic's warm-up is over.
 
-    Returns the statistics of rollout correction in the actor, None where the driver corrects.
+    Returns what rollout correction in the actor measured, None where the driver corrects.
     """
     config = services.config
     step = state.step + 1
@@ -118,19 +130,18 @@ def update(
     if step < config.trainer.critic_warmup:
         guards.withhold(scored.batch, record)
         return None
-    report = stages.update_actor(services, state, scored.batch, control, record)
+    report = stages.update_actor(services, state, scored.batch, mode, record)
     state.skipped_updates = count_skipped_updates(
         state.skipped_updates, report.loss_tokens, correction.max_skipped_updates
     )
     state.nonfinite_actor_updates = count_nonfinite_updates(
         state.nonfinite_actor_updates, "actor", report.steps, limit
     )
-    if report.correction is not None:  # the actor has corrected
-        record.add({} if report.signatures is None else report.signatures.signatures())
-        findings = judge(services, state, report.correction, control, record, report.gap)
+    if report.measured is not None:  # the actor has corrected
+        findings = judge(services, state, report.measured, control, record)
         state.health, state.rollout_gap_limit = findings.health, findings.next_gap_limit
         services.guards.act(findings, record, step)
-    return report.correction
+    return report.measured
 
 
 def finish_step(services: Services, state: RunState, record: StepRecord) -> None:

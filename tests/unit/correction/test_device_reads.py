@@ -15,26 +15,23 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from verl_rc.algorithm.losses import Aggregation
+from verl_rc.algorithm.ppo.in_actor import MiniBatchCorrection, OverRanks
+from verl_rc.algorithm.ppo.mini_batches import MiniBatch
+from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.algorithm.ppo.objective import policy_objective
 from verl_rc.config.rollout_correction import WEIGHT_LEVELS, RolloutCorrectionConfig
 from verl_rc.correction import bound_for_acceptance, compute_rollout_correction
 from verl_rc.records.batches import TokenScores, TrainBatch
-from verl_rc.runtime.distributed.process_group import DeviceMesh
-from verl_rc.runtime.workers.actor_correction import ActorCorrection
-from verl_rc.runtime.workers.updates import UpdateRequest
 
 ACTOR = small_run_config(Path("unused")).actor_rollout_ref.actor
 NUMBERS = "correction/statistics.py:_numbers"
 """All statistics in one copy."""
-COUNTS = "runtime/workers/actor_correction.py:_totals"
+COUNTS = "algorithm/ppo/in_actor.py:_totals"
 """What is in the loss."""
 
 
-class OneRank:
-    """A mesh without other ranks."""
-
-    def size(self) -> int:
-        return 1
+ONE_RANK = OverRanks(sum=lambda tensor: tensor, maximum=lambda tensor: tensor)
+SHARE = MiniBatch([[0, 1], [2, 3, 4, 5]], num_tokens=10, num_sequences=4, num_loss_tokens=10)
 
 
 @pytest.mark.parametrize("level", WEIGHT_LEVELS)
@@ -69,14 +66,14 @@ def test_the_driver_reads_all_statistics_in_one_copy(level: str) -> None:
 
 
 def corrected_losses(
-    batch: TrainBatch, log_probs: Tensor, config: RolloutCorrectionConfig, correction: ActorCorrection
+    batch: TrainBatch, log_probs: Tensor, config: RolloutCorrectionConfig, correction: MiniBatchCorrection
 ) -> None:
     """Correct and differentiate a mini-batch in two micro-batches."""
     totals = Aggregation("token-mean", num_tokens=10, num_sequences=4)
     for rows in (slice(0, 2), slice(2, None)):
         current = log_probs[rows].detach().requires_grad_()
-        part = correction.correct(cast(TrainBatch, batch[rows]), current)
         scores = TokenScores(current, torch.zeros_like(current))
+        part, _ = correction.correct(cast(TrainBatch, batch[rows]), scores)
         policy_objective(scores, part, ACTOR, config, totals).loss.backward()
         assert current.grad is not None
 
@@ -84,11 +81,11 @@ def corrected_losses(
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_the_actor_reads_its_statistics_and_its_counts_once_a_mini_batch(case: dict[str, Any]) -> None:
     batch, config, log_probs = case_batch(case), case_config(case), torch.tensor(case["log_probs"])
-    correction = ActorCorrection(UpdateRequest(config, 0), 1, cast(DeviceMesh, OneRank()))
+    correction = correction_mode(config).during_update(0, 1, ONE_RANK)
     with HostReads() as reads:
         corrected_losses(batch, log_probs, config, correction)
         assert not reads.places
-        correction.end_mini_batch()
+        correction.end_mini_batch(SHARE, num_updates=0)
     assert Counter(reads.places) == {NUMBERS: 1, COUNTS: 1}
 
 
@@ -97,7 +94,7 @@ def test_micro_batches_are_corrected_without_a_wait_for_the_device(case: dict[st
     config = case_config(case)
     with FakeTensorMode():
         batch, log_probs = case_batch(case), torch.tensor(case["log_probs"])
-        correction = ActorCorrection(UpdateRequest(config, 0), 1, cast(DeviceMesh, OneRank()))
+        correction = correction_mode(config).during_update(0, 1, ONE_RANK)
         corrected_losses(batch, log_probs, config, correction)
         with pytest.raises(DataDependentOutputException):
-            correction.end_mini_batch()  # the announced copy
+            correction.end_mini_batch(SHARE, num_updates=0)  # the announced copy

@@ -16,6 +16,7 @@ from small_models import small_run_config
 from verl_rc.algorithm.health.guards import TooManySkippedUpdatesError, count_skipped_updates
 from verl_rc.algorithm.losses import Aggregation
 from verl_rc.algorithm.ppo.control import Control
+from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.algorithm.ppo.objective import policy_objective
 from verl_rc.algorithm.ppo.train_batch import build_train_batch
 from verl_rc.config.algorithm import AlgorithmConfig
@@ -176,7 +177,7 @@ def train_on(
     algorithm = AlgorithmConfig(
         adv_estimator="grpo", norm_adv_by_std_in_grpo=False, rollout_correction=config
     )
-    if config.in_actor:
+    if config.mode != "decoupled":
         evaluations = evaluations.clone()
         evaluations.proximal_log_probs = None
     proximal = FINITE[1].proximal_log_probs
@@ -185,7 +186,8 @@ def train_on(
             Samples(rollouts, scores),
             evaluations,
             algorithm,
-            Control.from_config(algorithm),
+            correction_mode(config),
+            kl_coef=0.0,
             current_version=0,
         ).batch
         noise = torch.randn(proximal.shape, generator=torch.Generator().manual_seed(5))
@@ -328,15 +330,11 @@ def test_a_target_acceptance_moves_the_next_steps_threshold(rule: str) -> None:
         config = RolloutCorrectionConfig.model_validate({**fields, "rollout_rs_target_acceptance": target})
         algorithm = AlgorithmConfig(adv_estimator="grpo", rollout_correction=config)
         control, (rollouts, evaluations, scores) = Control.from_config(algorithm), FINITE
-        step = build_train_batch(
-            Samples(rollouts, scores), evaluations, algorithm, control, current_version=0
-        )
-        assert step.correction is not None
-        control = control.after_correction(step.correction.statistics)
-        following = build_train_batch(
-            Samples(rollouts, scores), evaluations, algorithm, control, current_version=0
-        )
-        outcomes.add(following.batch.loss_mask.numpy().tobytes())
+        for _ in range(2):
+            mode = correction_mode(control.correction(config))
+            step = build_train_batch(Samples(rollouts, scores), evaluations, algorithm, mode, 0.0, 0)
+            control = control.after_correction(step.measured)
+        outcomes.add(step.batch.loss_mask.numpy().tobytes())
     assert len(outcomes) == 3
 
 

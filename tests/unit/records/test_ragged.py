@@ -80,9 +80,9 @@ def test_a_batch_of_tokens_and_one_of_the_critic_keep_their_kind_and_missing_fie
     values = batch.advantages
     critic = CriticBatch(batch.tokens, batch.response_mask, values, values, batch_size=[6])
     assert isinstance(rows_of(critic), CriticBatch)
-    batch.scores = batch.tokens.restarts = None
+    batch.engines = batch.tokens.restarts = None
     found = rows_of(batch)
-    assert found.scores is found.tokens.restarts is None
+    assert found.engines is found.tokens.restarts is None
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -105,7 +105,8 @@ def test_padding_does_not_travel_and_a_tensor_that_is_two_fields_travels_once(lo
     prompts, responses = torch.ones(64, 4, dtype=torch.int64), torch.ones(64, longest, dtype=torch.int64)
     tokens = TokenBatch(prompts, torch.full((64,), 4), responses, lengths, batch_size=[64])
     values = torch.zeros(64, longest)
-    batch = TrainBatch(tokens, mask, mask, values, values, values, values, batch_size=[64])
+    versions, scores = torch.where(mask, 0, -1), torch.zeros(64)
+    batch = TrainBatch(tokens, mask, mask, values, values, values, versions, scores, values, batch_size=[64])
     size = len(pickle.dumps(Ragged.from_record(batch, list(range(64)))))
-    content = 9 * int(lengths.sum()) + 64 * (4 * 4 + 2 * 8)
+    content = 13 * int(lengths.sum()) + 64 * (4 * 4 + 2 * 8 + 4)
     assert content < size < content + 2000

@@ -18,7 +18,7 @@ from small_runs import ROOT
 from sound_run import sound_run
 
 from verl_rc.algorithm.losses import loss_options
-from verl_rc.algorithm.ppo.control import Control
+from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.config.algorithms import LossOptions
 from verl_rc.config.load import load_run_config
 from verl_rc.config.models import OptimConfig
@@ -64,10 +64,8 @@ def mini_batches(config: RunConfig, update: Callable[..., None], monkeypatch: py
     monkeypatch.setattr(stages, "critic_batch", lambda *_: SimpleNamespace(response_mask=None))
     monkeypatch.setattr(stages, "critic_metrics", lambda _: {})
     batch = SimpleNamespace(response_mask=None, loss_mask=None)
-    control = Control.from_config(config.algorithm)
-    arguments = (
-        (batch, SimpleNamespace(), 1) if update is stages.update_critic else (RunState(), batch, control)
-    )
+    mode = correction_mode(config.algorithm.rollout_correction)
+    arguments = (batch, SimpleNamespace(), 1) if update is stages.update_critic else (RunState(), batch, mode)
     services = cast(Services, SimpleNamespace(config=config, critic=object()))
     with pytest.raises(InterruptedError):
         update(services, *arguments, StepRecord())

@@ -15,6 +15,7 @@ from verl_rc.algorithm.health.guards import RewardHistory
 from verl_rc.algorithm.health.ranges import HealthHistory
 from verl_rc.algorithm.health.signature_causes import RAW_OR_OTHER_TOKENS
 from verl_rc.algorithm.ppo.control import Control
+from verl_rc.algorithm.ppo.in_actor import Measured
 from verl_rc.algorithm.ppo.train_batch import ScoredStep
 from verl_rc.config.run import RunConfig
 from verl_rc.metrics.sinks import AlertCause
@@ -68,9 +69,11 @@ def make_batch() -> TrainBatch:
         tokens=tokens,
         response_mask=mask,
         loss_mask=mask,
-        proximal_log_probs=zeros,
-        rollout_log_probs=zeros,
         advantages=zeros,
+        old_log_probs=zeros,
+        rollout_log_probs=zeros,
+        policy_versions=torch.zeros(mask.shape, dtype=torch.int64),
+        scores=torch.zeros(3),
         batch_size=[3],
     )
 
@@ -115,6 +118,16 @@ def test_a_changed_token_ends_the_run() -> None:
     batch.tokens.responses[1, 1] = 8
     with pytest.raises(TokensChangedError, match=r"1 of 3 rows have changed .*\[1\]"):
         look(make_run(), batch, [1.0, 1.0, 1.0])
+
+
+def judged(run: Any, state: RunState, measured: MagicMock, record: StepRecord) -> Findings:
+    """What is found of a step with these statistics and a gap of 0."""
+    control = Control.from_config(run.config.algorithm)
+    with (
+        patch("verl_rc.trainer.judge.HISTOGRAM_EDGES", ()),
+        patch.object(LogProbGap, "from_statistics", return_value=LogProbGap(0.0, 0.0)),
+    ):
+        return judge(cast(Services, run), state, Measured(measured, measured), control, record)
 
 
 @pytest.mark.parametrize(
@@ -195,10 +208,7 @@ def test_a_cause_acts_from_its_second_step_until_it_is_gone(action: str, trains:
     for metrics in (COOLER, COOLER, {"rollout_corr/missing_mass": 0.0}):
         measured = MagicMock(k3_kl=0.01, nonfinite_fraction=0.0)
         measured.metrics.return_value = metrics
-        control = Control.from_config(run.config.algorithm)
-        record = StepRecord()
-        with patch("verl_rc.trainer.judge.HISTOGRAM_EDGES", ()):
-            step = judge(cast(Services, run), state, measured, control, record, LogProbGap(0.0, 0.0))
+        step = judged(run, state, measured, StepRecord())
         state.health, state.step = step.health, state.step + 1
         found.append(look(run, make_batch(), [1.0] * 3, step)[0])
     assert found == [True, trains, True]
@@ -212,9 +222,8 @@ def test_no_filter_is_blamed_that_the_configuration_says_is_mirrored() -> None:
         make_run("actor_rollout_ref.rollout.top_k=20"),
     )
     measured.metrics.return_value = {"rollout_corr/missing_mass": 0.04, "rollout_corr/missing_mass_z": 80.0}
-    run.gap_limit, control = GapLimit(plausible=1.0), Control.from_config(run.config.algorithm)
-    with patch("verl_rc.trainer.judge.HISTOGRAM_EDGES", ()):
-        step = judge(cast(Services, run), RunState(), measured, control, StepRecord(), LogProbGap(0.0, 0.0))
+    run.gap_limit = GapLimit(plausible=1.0)
+    step = judged(run, RunState(), measured, StepRecord())
     assert list(step.health.causes.episodes) == [RAW_OR_OTHER_TOKENS.name]
 
 

@@ -208,7 +208,7 @@ def recorded(
     )
     control, inputs = Control.from_config(config.algorithm), dataclasses.replace(INPUTS, samples=samples)
     scored = scored_step(config, inputs)
-    if config.algorithm.rollout_correction.in_actor:
+    if config.algorithm.rollout_correction.mode != "decoupled":
         evaluations = PolicyEvaluations(batch_size=evaluations.batch_size)
     TokenRecorder(cast(Services, services), 0).write(
         samples, evaluations, scored, control, StepRecord(), step

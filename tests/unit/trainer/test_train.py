@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from formula_run import STEPS, World, live
 
+from verl_rc.algorithm.ppo.in_actor import Measured
 from verl_rc.correction import measure
 from verl_rc.records.batches import Timed
 from verl_rc.runtime.checkpoint import RunState, SavedRun
-from verl_rc.runtime.weight_sync.proof import LogProbGap
 from verl_rc.trainer import train
 
 INTERRUPTED = 2
@@ -101,15 +101,15 @@ class CorrectingActor(World):
         self.thresholds: list[float] = []
 
     def update(self, batch: Any, mini_batches: Any, limit: Any, request: Any) -> Any:
-        self.thresholds.append(request.correction.rollout_rs_threshold)
+        self.thresholds.append(request.mode.config.rollout_rs_threshold)
         answer = super().update(batch, mini_batches, limit, request)
-        if not request.correction.in_actor:
+        if request.mode.config.mode == "decoupled":
             return answer
-        measured = measure(
-            batch.rollout_log_probs + 0.3, batch.rollout_log_probs, batch.response_mask, request.correction
+        rollout, mask, config = batch.rollout_log_probs, batch.response_mask, request.mode.config
+        measured = Measured(
+            measure(rollout + 0.3, rollout, mask, config), measure(rollout + 0.01, rollout, mask, config)
         )
-        report = dataclasses.replace(answer.result, correction=measured, gap=LogProbGap(0.01, 0.01))
-        return Timed(report, answer.busy_seconds)
+        return Timed(dataclasses.replace(answer.result, measured=measured), answer.busy_seconds)
 
 
 @pytest.mark.parametrize("mode", ["decoupled", "bypass"])

@@ -30,17 +30,6 @@ def distillation_loss_name(config: DistillationLossConfig, correction: RolloutCo
     return correction.named_loss or config.policy_loss_mode
 
 
-_STEPS_BETWEEN_COMPARISONS = 50
-
-
-def recomputes_proximal(config: RolloutCorrectionConfig, step: int) -> bool:
-    """Whether the proximal policy's log-probs are computed before the updates of ``step``: always unless the
-    actor corrects; where they are interpolated, in every 50th step, to compare."""
-    return not config.in_actor or (
-        config.proximal == "interpolate" and step % _STEPS_BETWEEN_COMPARISONS == 0
-    )
-
-
 def needs_statistics_first(config: RolloutCorrectionConfig) -> bool:
     """Whether the loss depends on the mean weight, or the number of kept tokens, of the whole mini-batch."""
     return config.rollout_is_batch_normalize or config.rejection_denominator == "kept"

@@ -4,9 +4,10 @@ threshold."""
 import math
 from dataclasses import dataclass, replace
 
+from verl_rc.algorithm.ppo.in_actor import Measured
 from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction import CorrectionStatistics, bound_for_acceptance
+from verl_rc.correction import bound_for_acceptance
 
 _MEMORY = 0.9
 """Share of the old threshold's logarithm that a batch leaves in place."""
@@ -65,8 +66,8 @@ class Control:
         error = min(max(reward_kl / options.target_kl - 1, -0.2), 0.2)
         return replace(self, kl_coef=self.kl_coef * (1 + error * num_rows / options.horizon))
 
-    def after_correction(self, statistics: CorrectionStatistics | None) -> "Control":
-        """The control of the next step, after a batch with these ``statistics`` of full diagnostics (None: it
+    def after_correction(self, measured: Measured | None) -> "Control":
+        """The control of the next step, after a batch of which full diagnostics ``measured`` this (None: it
         was not corrected).
 
         With ``rollout_rs_target_acceptance``: ``ln u <- 0.9 ln u + 0.1 ln u*``, where u* is the smallest
@@ -75,11 +76,11 @@ class Control:
         """
         config = self.algorithm.rollout_correction
         target = config.rollout_rs_target_acceptance
-        if statistics is None or target is None:
+        if measured is None or target is None:
             return self
         assert self.rejection_threshold is not None
         [rule] = config.rejection_bounds()
-        bound = bound_for_acceptance(statistics.numbers(), rule, target)
+        bound = bound_for_acceptance(measured.statistics.numbers(), rule, target)
         if math.isnan(bound):
             return self
         moved = math.exp(_MEMORY * math.log(self.rejection_threshold) + (1 - _MEMORY) * math.log(bound))

@@ -1,10 +1,8 @@
-"""The loss of a micro-batch from the model's current output and the rows of the batch; where the actor
-corrects, rollout correction of the current or interpolated policy against the rollout policy first."""
+"""The loss of a micro-batch from the model's current output and the rows of the batch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from verl_rc.algorithm.losses import (
@@ -25,13 +23,6 @@ from verl_rc.algorithm.ppo.choices import distillation_loss_name, policy_loss_na
 from verl_rc.config.distillation import DistillationLossConfig
 from verl_rc.config.models import ActorConfig, CriticConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction import (
-    CorrectionStatistics,
-    SequenceContext,
-    correct_sequences,
-    interpolate_proximal,
-    measure,
-)
 from verl_rc.metrics.mergeable import Mean
 from verl_rc.records.batches import CriticBatch, TokenScores, TrainBatch
 
@@ -61,9 +52,9 @@ def policy_objective(
     L_distill`` over ``loss_mask``, divided by ``totals``; without the task's rewards L_distill replaces
     L_policy.
 
-    ``current`` are float32 ``[B, R]`` with gradient, with entropies where the actor corrects or
-    ``entropy_coeff`` is not 0. ``totals`` are counts of the whole mini-batch by
-    ``correction.rejection_denominator``, ``mini_batch`` its statistics for losses that read them.
+    ``current`` are float32 ``[B, R]`` with gradient, with entropies where ``entropy_coeff`` is not 0.
+    ``totals`` are counts of the whole mini-batch by ``correction.rejection_denominator``, ``mini_batch`` its
+    statistics for losses that read them.
     """
     denominator_mask = batch.loss_mask if correction.rejection_denominator == "kept" else batch.response_mask
     inputs = clean_policy_loss_inputs(
@@ -102,9 +93,6 @@ def policy_objective(
         terms["distillation/loss"] = teacher_loss.detach()
         averages |= teacher_metrics
     loss = sum(losses[1:], losses[0])
-    if correction.in_actor:  # actor/entropy, of the proximal policy before the update, is not known here
-        assert current.entropies is not None
-        averages["actor/update_entropy"] = token_mean(current.entropies, batch.response_mask)
     if current.flipped_experts is not None:
         averages["actor/flipped_experts"] = token_mean(current.flipped_experts, batch.response_mask)
     if config.entropy_coeff != 0:
@@ -141,10 +129,8 @@ def _top_tokens(
 
 
 def ratio_denominator(batch: TrainBatch, current: Tensor, correction: RolloutCorrectionConfig) -> Tensor:
-    """float32 ``[B, R]``: log-probs of the policy in the denominator of the loss's ratio: the rollout policy
-    in bypass mode, else the proximal policy."""
-    log_probs = batch.rollout_log_probs if correction.bypass_mode else batch.proximal_log_probs
-    assert log_probs is not None
+    """float32 ``[B, R]``: log-probs of the policy in the denominator of the loss's ratio."""
+    log_probs = batch.old_log_probs
     if correction.nonfinite_logprob == "neutral":  # such a token has a ratio of 1
         return log_probs.where(log_probs.isfinite(), current.detach())
     return log_probs
@@ -176,90 +162,3 @@ def statistics_inputs(
             parameters=loss_options(config),
         )
     )
-
-
-def corrected_current(
-    batch: TrainBatch,
-    log_probs: Tensor,
-    config: RolloutCorrectionConfig,
-    policy_version: int,
-    mini_batch: CorrectionStatistics | None = None,
-) -> tuple[TrainBatch, CorrectionStatistics]:
-    """The micro-batch with ``loss_mask`` and weights by the ratio of ``log_probs`` to the batch's rollout
-    log-probs, and mergeable statistics of that ratio.
-
-    ``log_probs`` (float32 ``[B, R]``, nats, detached) are current ones, or those of the interpolated proximal
-    policy. The statistics lack effective sample sizes of prompts, whose rows may lie on several ranks.
-    ``mini_batch`` are the statistics of the whole mini-batch, for weights that are normalised by its mean.
-    """
-    context = SequenceContext(
-        policy_versions=batch.policy_versions,
-        current_version=policy_version,
-        advantages=batch.advantages,
-        scores=batch.scores,
-    )
-    result = correct_sequences(
-        log_probs, _rollout_log_probs(batch), _comparable(batch), config, context, mini_batch
-    )
-    corrected = batch.clone(recurse=False)
-    corrected.loss_mask = batch.response_mask & batch.loss_mask & result.keep_mask
-    corrected.rollout_is_weights = result.weights if config.applies_weights else None
-    return corrected, result.statistics
-
-
-def _comparable(batch: TrainBatch) -> Tensor:
-    return batch.tokens.mask_of_known_distribution(batch.response_mask)
-
-
-def _rollout_log_probs(batch: TrainBatch) -> Tensor:
-    assert batch.rollout_log_probs is not None  # where the actor corrects
-    return batch.rollout_log_probs
-
-
-def measure_signatures(batch: TrainBatch, current: TokenScores) -> CorrectionStatistics:
-    """Mergeable statistics with the signatures of a micro-batch, which are meaningful before the first update
-    alone."""
-    context = SequenceContext(
-        entropies=current.entropies,
-        sum_pi_squared=current.sum_pi_squared,
-        varentropies=current.varentropies,
-        engines=batch.engines,
-    )
-    config = RolloutCorrectionConfig(diagnostics="full")
-    return measure(current.log_probs, _rollout_log_probs(batch), _comparable(batch), config, context)
-
-
-def with_interpolated_proximal(
-    batch: TrainBatch, log_probs: Tensor, policy_version: int, updates: int, updates_per_step: int
-) -> TrainBatch:
-    """The micro-batch with log-probs of the proximal policy between those of the rollout policy and current
-    ``log_probs``.
-
-    Versions count optimizer updates here: ``updates`` of ``updates_per_step`` were made since
-    ``policy_version``. Before the first update current and proximal policy are the same. A token without a
-    finite rollout log-prob gets the current one.
-    """
-    proximal = log_probs
-    if updates:
-        assert batch.policy_versions is not None
-        first = policy_version * updates_per_step
-        versions = batch.policy_versions * updates_per_step
-        rollout = _rollout_log_probs(batch)
-        proximal = interpolate_proximal(rollout, log_probs, versions, first, first + updates)
-        proximal = torch.where(rollout.isfinite(), proximal, log_probs)
-    interpolated = batch.clone(recurse=False)
-    interpolated.proximal_log_probs = proximal
-    return interpolated
-
-
-def interpolation_gap(interpolated: TrainBatch, recomputed: TrainBatch) -> dict[str, Mean[Tensor]]:
-    """The distance of interpolated log-probs of the proximal policy from recomputed ones."""
-    assert interpolated.proximal_log_probs is not None
-    assert recomputed.proximal_log_probs is not None
-    gap = (interpolated.proximal_log_probs - recomputed.proximal_log_probs).abs()
-    return {"actor/proximal_interpolation_gap": token_mean(gap, recomputed.response_mask)}
-
-
-def loss_counts(batch: TrainBatch) -> Tensor:
-    """int64 ``[2]``: tokens in the loss, and rows with at least one of them."""
-    return torch.stack([batch.loss_mask.sum(), batch.loss_mask.any(dim=-1).sum()])

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from verl_rc.algorithm.advantage import apply_kl_in_reward, compute_advantages
-from verl_rc.algorithm.ppo.control import Control
+from verl_rc.algorithm.ppo.in_actor import Measured
+from verl_rc.algorithm.ppo.modes import Mode
 from verl_rc.config.algorithm import AlgorithmConfig
-from verl_rc.config.async_training import AsyncTrainingConfig
-from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction import CorrectionResult, CorrectionStatistics, compute_rollout_correction
+from verl_rc.correction import CorrectionResult, compute_rollout_correction
 from verl_rc.records.batches import CriticBatch, PolicyEvaluations, RolloutBatch, TrainBatch
 from verl_rc.records.samples import Samples
 
@@ -22,7 +21,7 @@ class ScoredStep:
     batch: TrainBatch
     """The batch for the actor."""
     correction: CorrectionResult | None
-    """Rollout correction of the proximal policy; None where the actor corrects."""
+    """Rollout correction in the driver. None where the actor corrects."""
     rewards: Tensor
     """float32 ``[B, R]``: token-level rewards, after the KL penalty."""
     returns: Tensor
@@ -32,37 +31,34 @@ class ScoredStep:
     ``algorithm.use_kl_in_reward``."""
 
     @property
-    def statistics(self) -> CorrectionStatistics | None:
-        """The statistics of the correction; None where the actor corrects."""
-        return None if self.correction is None else self.correction.statistics
+    def measured(self) -> Measured | None:
+        """What the correction measured. None where the actor corrects."""
+        if self.correction is None:
+            return None
+        return Measured(self.correction.statistics, before_update=self.correction.statistics)
 
 
 def build_train_batch(
     samples: Samples,
     evaluations: PolicyEvaluations,
     algorithm: AlgorithmConfig,
-    control: Control,
+    mode: Mode,
+    kl_coef: float,
     current_version: int,
-    asynchrony: AsyncTrainingConfig | None = None,
+    max_token_age: int | None = None,
 ) -> ScoredStep:
-    """KL penalty, then rollout correction (decoupled: proximal against rollout policy), then advantages.
+    """KL penalty, then advantages, and rollout correction where ``mode`` makes it before the update.
 
-    ``control`` holds the current KL weight and threshold. ``current_version`` is that of the proximal policy,
+    ``kl_coef`` is the current weight of the KL penalty. ``current_version`` is that of the proximal policy,
     the training steps done, from which ages of tokens count. Correction decides weights and ``loss_mask``
     alone; rewards, advantages and their statistics use ``response_mask``, so that a reward on a rejected
-    token is never lost. Where the actor corrects, nothing is corrected here. With ``asynchrony`` correction
-    is measured by age of tokens, and tokens older than ``max_token_age`` leave the loss too. Tokens that were
-    drawn from a set that is not recorded always leave it: the trainer's log-probs are of another
-    distribution.
+    token is never lost. Tokens older than ``max_token_age`` leave the loss, and so do tokens that were drawn
+    from a set that is not recorded: the trainer's log-probs are of another distribution.
     """
-    config = control.correction(algorithm.rollout_correction)
-    rollouts, scores = samples.rollouts, samples.scores
-    rewards, reward_kl = _rewards(rollouts, scores, evaluations, algorithm, control.kl_coef)
-    full = config.diagnostics == "full"
-    asynchronous = asynchrony is not None and not asynchrony.is_synchronous
-    versions = rollouts.policy_versions if full or asynchronous else None
-    comparable = rollouts.tokens.mask_of_known_distribution(rollouts.response_mask)
-    weights = _weights_for_baseline(rollouts, comparable, evaluations, algorithm, config)
+    rollouts = samples.rollouts
+    old_log_probs = mode.old_log_probs(rollouts, evaluations)
+    rewards, reward_kl = _rewards(samples, old_log_probs, evaluations, algorithm, kl_coef)
+    weights = _weights_for_baseline(rollouts, old_log_probs, algorithm, mode)
 
     def estimate_advantages(included_rows: Tensor | None) -> tuple[Tensor, Tensor]:
         return compute_advantages(
@@ -79,82 +75,59 @@ def build_train_batch(
             reward_baselines=samples.reward_baselines,
             component_scores=samples.component_scores,
             component_weights=algorithm.gdpo_reward_weights,
-            old_log_probs=_old_log_probs(rollouts, evaluations, config),
+            old_log_probs=old_log_probs,
             sum_pi_squared=evaluations.sum_pi_squared,
             rollout_is_weights=weights,
         )
 
-    def corrected(advantages: Tensor | None) -> CorrectionResult:
-        assert evaluations.proximal_log_probs is not None
-        return compute_rollout_correction(
-            evaluations.proximal_log_probs,
-            rollouts.rollout_log_probs,
-            comparable,
-            config,
-            advantages=advantages,
-            group_ids=rollouts.group_ids,
-            policy_versions=versions,
-            scores=scores,
-            entropies=evaluations.entropies,
-            sum_pi_squared=evaluations.sum_pi_squared,
-            varentropies=evaluations.varentropies,
-            engines=rollouts.engines,
-            current_version=current_version,
-        )
-
-    correction: CorrectionResult | None = None
-    if config.rejected_in_group_baseline == "exclude":  # in decoupled mode alone
-        correction = corrected(None)
-        advantages, returns = estimate_advantages(~correction.rejected_rows)
+    if mode.config.rejected_in_group_baseline == "exclude":
+        correction = mode.before_update(samples, evaluations, None, current_version)
+        advantages, returns = estimate_advantages(None if correction is None else ~correction.rejected_rows)
     else:
         advantages, returns = estimate_advantages(None)
-        correction = None if config.in_actor else corrected(advantages)
-    loss_mask = comparable
+        correction = mode.before_update(samples, evaluations, advantages, current_version)
+    loss_mask = rollouts.comparable_mask
     if correction is not None:
         loss_mask = loss_mask & correction.keep_mask
-    if asynchrony is not None and asynchrony.max_token_age is not None:
-        loss_mask = loss_mask & (current_version - rollouts.policy_versions <= asynchrony.max_token_age)
+    if max_token_age is not None:
+        loss_mask = loss_mask & (current_version - rollouts.policy_versions <= max_token_age)
+    proximal = evaluations.proximal_log_probs
     batch = TrainBatch(
         tokens=rollouts.tokens,
         response_mask=rollouts.response_mask,
         loss_mask=loss_mask,
-        proximal_log_probs=evaluations.proximal_log_probs,
         advantages=advantages,
-        rollout_log_probs=rollouts.rollout_log_probs if config.in_actor else None,
+        old_log_probs=old_log_probs if proximal is None else proximal,
+        rollout_log_probs=rollouts.rollout_log_probs,
+        policy_versions=rollouts.policy_versions,
+        scores=samples.scores,
         rollout_is_weights=None if correction is None else correction.weights,
         reference_log_probs=evaluations.reference_log_probs,
         teacher_log_probs=evaluations.teacher_log_probs,
         teacher_top_ids=evaluations.teacher_top_ids,
         teacher_top_log_probs=evaluations.teacher_top_log_probs,
-        scores=scores if config.in_actor and full else None,
-        policy_versions=versions if config.in_actor else None,
-        engines=rollouts.engines if config.in_actor and full else None,
+        engines=rollouts.engines,
         batch_size=rollouts.batch_size,
     )
     return ScoredStep(batch, correction, rewards, returns, reward_kl)
 
 
 def _weights_for_baseline(
-    rollouts: RolloutBatch,
-    comparable: Tensor,
-    evaluations: PolicyEvaluations,
-    algorithm: AlgorithmConfig,
-    config: RolloutCorrectionConfig,
+    rollouts: RolloutBatch, old_log_probs: Tensor, algorithm: AlgorithmConfig, mode: Mode
 ) -> Tensor | None:
     """Importance weights ``[B, R]`` for baselines that read them; None for others, and without weights.
 
     Weights do not depend on advantages, so that they can be computed first. Rejection rules that do get
     advantages of 0, and their result is not used.
     """
-    if config.rollout_is is None or not algorithm.estimator_reads("rollout_is_weights"):
+    if mode.config.rollout_is is None or not algorithm.estimator_reads("rollout_is_weights"):
         return None
-    assert evaluations.proximal_log_probs is not None  # in bypass mode no such estimator is accepted
     return compute_rollout_correction(
-        evaluations.proximal_log_probs,
+        old_log_probs,
         rollouts.rollout_log_probs,
-        comparable,
-        config.model_copy(update={"diagnostics": "core"}),
-        advantages=torch.zeros_like(evaluations.proximal_log_probs),
+        rollouts.comparable_mask,
+        mode.config.model_copy(update={"diagnostics": "core"}),
+        advantages=torch.zeros_like(old_log_probs),
     ).weights
 
 
@@ -172,21 +145,21 @@ def critic_batch(scored: ScoredStep, evaluations: PolicyEvaluations) -> CriticBa
 
 
 def _rewards(
-    rollouts: RolloutBatch,
-    scores: Tensor,
+    samples: Samples,
+    old_log_probs: Tensor,
     evaluations: PolicyEvaluations,
     algorithm: AlgorithmConfig,
     kl_coef: float,
 ) -> tuple[Tensor, float | None]:
-    spec = algorithm.estimator
+    rollouts, spec = samples.rollouts, algorithm.estimator
     by_turn = None if spec is not None and spec.subtracts_total else rollouts.turn_rewards
-    outcome = token_rewards(scores, by_turn, rollouts.response_mask)
+    outcome = token_rewards(samples.scores, by_turn, rollouts.response_mask)
     if not algorithm.use_kl_in_reward:
         return outcome, None
     assert evaluations.reference_log_probs is not None
     rewards, divergence = apply_kl_in_reward(
         outcome,
-        _old_log_probs(rollouts, evaluations, algorithm.rollout_correction),
+        old_log_probs,
         evaluations.reference_log_probs,
         rollouts.response_mask,
         kl_coef,
@@ -194,17 +167,6 @@ def _rewards(
     )
     answered = rollouts.response_mask.any(dim=-1)
     return rewards, float(divergence[answered].double().mean()) if bool(answered.any()) else 0.0
-
-
-def _old_log_probs(
-    rollouts: RolloutBatch, evaluations: PolicyEvaluations, config: RolloutCorrectionConfig
-) -> Tensor:
-    """Log-probs of the policy before the update, for rewards and baselines: of the proximal policy, or where
-    the actor corrects of the rollout policy, in every step."""
-    if config.in_actor:
-        return rollouts.rollout_log_probs
-    assert evaluations.proximal_log_probs is not None
-    return evaluations.proximal_log_probs
 
 
 def token_rewards(scores: Tensor, turn_rewards: Tensor | None, response_mask: Tensor) -> Tensor:

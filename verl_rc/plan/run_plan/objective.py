@@ -12,6 +12,7 @@ from verl_rc.algorithm.ppo.choices import (
 )
 from verl_rc.config.algorithms import POLICY_LOSSES, EstimatorOption, EstimatorSpec, LossSpec
 from verl_rc.config.distillation import DistillationLossConfig
+from verl_rc.config.rollout_correction import CorrectionMode
 from verl_rc.config.run import RunConfig
 
 
@@ -23,10 +24,8 @@ class PolicyPlan:
     """Name of the policy loss that runs."""
     spec: LossSpec | None
     """None: a loss of the user's own, which may read every field."""
-    bypass_mode: bool
-    """The actor corrects the current policy; else the proximal policy is corrected."""
-    interpolates_proximal: bool
-    """The actor interpolates the proximal policy and corrects it."""
+    mode: CorrectionMode
+    """The mode of rollout correction."""
     applies_weights: bool
     """Importance weights multiply the token losses."""
     rejects_tokens: bool
@@ -52,17 +51,12 @@ class PolicyPlan:
     @property
     def old_policy(self) -> Literal["proximal", "rollout"]:
         """The policy that the loss's ratio divides by."""
-        return "rollout" if self.bypass_mode else "proximal"
+        return "rollout" if self.mode == "bypass" else "proximal"
 
     @property
     def has_task_loss(self) -> bool:
         """Whether the task's rewards are trained on."""
         return self.distillation is None or self.distillation.use_task_rewards
-
-    @property
-    def in_actor(self) -> bool:
-        """Whether the actor corrects."""
-        return self.bypass_mode or self.interpolates_proximal
 
     @property
     def aggregations(self) -> set[str]:
@@ -81,8 +75,7 @@ def plan_policy(config: RunConfig) -> PolicyPlan:
     return PolicyPlan(
         loss=loss,
         spec=spec,
-        bypass_mode=correction.bypass_mode,
-        interpolates_proximal=correction.in_actor and not correction.bypass_mode,
+        mode=correction.mode,
         applies_weights=correction.rollout_is is not None and correction.applies_weights,
         rejects_tokens=correction.rejects,
         counted_tokens=correction.rejection_denominator,
@@ -92,7 +85,7 @@ def plan_policy(config: RunConfig) -> PolicyPlan:
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
         distillation=distillation,
         teacher_loss=None if distillation is None else distillation_loss_name(distillation, correction),
-        statistics_passes=int(correction.in_actor and needs_statistics_first(correction))
+        statistics_passes=int(correction.mode != "decoupled" and needs_statistics_first(correction))
         + int(mini_batch_loss_name(actor, correction) is not None),
     )
 
@@ -154,9 +147,9 @@ def inputs_of_update(policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[
     task_reads_old = policy.spec is None or policy.spec.reads_old_log_probs or advantages.reward_kl
     reads_old = teacher_reads_old or (policy.has_task_loss and task_reads_old) or "old_log_probs" in inputs
     corrects = policy.applies_weights or policy.rejects_tokens
-    if corrects or (policy.in_actor and reads_old):
+    if corrects or (policy.mode != "decoupled" and reads_old):
         yield "rollout_log_probs"
-    if not policy.in_actor and (corrects or reads_old):
+    if policy.mode == "decoupled" and (corrects or reads_old):
         yield "proximal_log_probs"
     if (policy.has_task_loss and advantages.reward_kl) or policy.kl_loss_coef:
         yield "reference_log_probs"

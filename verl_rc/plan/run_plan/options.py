@@ -247,7 +247,7 @@ def warnings_of(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -
             )
     has_ratio = policy.has_task_loss or policy.teacher_loss is not None
     ratio = policy.spec.ratio if has_ratio and policy.spec is not None else None
-    if sizes.actor.optimizer_steps == 1 and not policy.bypass_mode and ratio in ("token", "row", "product"):
+    if sizes.actor.optimizer_steps == 1 and policy.mode != "bypass" and ratio in ("token", "row", "product"):
         yield (
             "one update per step: current and proximal policy are the same in it, so the ratio is 1 up to "
             "rounding and no clip or gate acts. For more updates per step lower "
@@ -255,7 +255,7 @@ def warnings_of(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -
             f"{_CORRECTION}.bypass_mode=True with loss_type=reinforce gives the same gradient without the "
             "pass of old_log_prob."
         )
-    if policy.bypass_mode and policy.applies_weights and sizes.actor.optimizer_steps > 1:
+    if policy.mode == "bypass" and policy.applies_weights and sizes.actor.optimizer_steps > 1:
         yield (
             f"{sizes.actor.optimizer_steps} updates per step without a clip (loss_type=reinforce): only the "
             "weights' threshold bounds how far a step goes. A lower rollout_is_threshold, fewer updates, or "
@@ -286,7 +286,7 @@ def asynchrony_warnings(config: RunConfig) -> Iterator[str]:
             f"of one step: {config.data.train_batch_size} prompts, not those of all "
             f"{options.trigger_parameter_sync_step} steps of a publication."
         )
-    corrects = correction.rollout_is is not None or correction.rejects or correction.in_actor
+    corrects = correction.rollout_is is not None or correction.rejects or correction.mode != "decoupled"
     if options.usual_age >= 1 and not corrects:
         yield (
             f"{_CORRECTION} corrects nothing, and samples are {options.usual_age} or more steps old. Such "

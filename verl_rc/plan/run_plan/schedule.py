@@ -126,11 +126,11 @@ def plan_phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -
         gen_facts.append("and reward, until enough prompts have samples that differ")
     yield Phase("gen", "engines", schedule="; ".join(gen_facts))
     yield Phase("reward", "driver")
-    if policy.interpolates_proximal:
+    if policy.mode == "interpolated":
         yield Phase(
             "old_log_prob", "actor", schedule="every 50 steps, to compare interpolated log-probs with"
         )
-    elif not policy.bypass_mode:
+    elif policy.mode != "bypass":
         yield Phase("old_log_prob", "actor", forward_rows=rows)
     if config.needs_reference:
         role = "reference" if config.has_reference_model else "actor without its adapters"

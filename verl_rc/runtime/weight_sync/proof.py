@@ -83,9 +83,11 @@ class LogProbGap:
         return cls.from_statistics(measure(train_log_probs, rollout_log_probs, mask, config))
 
     @classmethod
-    def from_statistics(cls, statistics: CorrectionStatistics) -> "LogProbGap | None":
-        """Gap from the statistics of rollout correction; None when no token has two finite log-probs: then
-        it says nothing about weights."""
+    def from_statistics(cls, statistics: CorrectionStatistics | None) -> "LogProbGap | None":
+        """Gap from the statistics of rollout correction; None without any, and when no token has two finite
+        log-probs: then they say nothing about weights."""
+        if statistics is None:
+            return None
         totals = statistics.numbers().totals
         distance = totals.unreported["distance"]
         if not distance.count:

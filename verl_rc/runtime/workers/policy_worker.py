@@ -12,13 +12,9 @@ from torch import Tensor
 
 from verl_rc.algorithm.losses import Aggregation, MiniBatchStatistics, mini_batch_statistics
 from verl_rc.algorithm.ppo.choices import mini_batch_loss_name
+from verl_rc.algorithm.ppo.in_actor import MiniBatchCorrection, OverRanks
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
-from verl_rc.algorithm.ppo.objective import (
-    Objective,
-    interpolation_gap,
-    policy_objective,
-    statistics_inputs,
-)
+from verl_rc.algorithm.ppo.objective import Objective, policy_objective, statistics_inputs
 from verl_rc.config.models import recomputes_activations
 from verl_rc.config.run import RunConfig
 from verl_rc.metrics import Mean, Metric, Reduction
@@ -27,17 +23,18 @@ from verl_rc.runtime.distributed.fsdp import sharding_mesh
 from verl_rc.runtime.distributed.process_group import (
     RankAddress,
     all_gather_vector,
+    all_reduce_max,
     all_reduce_sum,
     join_trainer_group,
     trainer_device,
 )
 from verl_rc.runtime.distributed.sequence_parallel import divide_ranks
 from verl_rc.runtime.weight_sync.manifest import Manifest
+from verl_rc.runtime.weight_sync.proof import LogProbGap
 from verl_rc.runtime.weight_sync.sender import SendReceipt, WeightSender
 from verl_rc.runtime.weight_sync.shared_bucket import BucketHandle
 from verl_rc.runtime.weight_sync.survival import EngineRounding, UpdateSurvival
 from verl_rc.runtime.weight_sync.transfer_group import TransferAddress
-from verl_rc.runtime.workers.actor_correction import ActorCorrection
 from verl_rc.runtime.workers.forward import ForwardOptions, score_tokens
 from verl_rc.runtime.workers.host import host_memory
 from verl_rc.runtime.workers.language_model import load_causal_lm, torch_dtype
@@ -98,6 +95,10 @@ class PolicyWorker(Learner):
         self.model = LearningModel(add_adapters(module, model_config), shards, self._actor, total_steps)
         # Rows are spread over this mesh: ranks that share tokens have the same rows.
         self._data_parallel, sharing = divide_ranks(self._mesh, fsdp.ulysses_sequence_parallel_size)
+        self._ranks = OverRanks(
+            partial(all_reduce_sum, mesh=self._data_parallel),
+            partial(all_reduce_max, mesh=self._data_parallel),
+        )
         self._forward = ForwardOptions(
             config.actor_rollout_ref.rollout.temperature,
             model_config.use_remove_padding,
@@ -157,14 +158,9 @@ class PolicyWorker(Learner):
         Raises, where the actor corrects, ``SyncProofError`` before the first of these steps, and
         ``NonFiniteLogProbError`` before that of the mini-batch with such log-probs.
         """
-        correction = (
-            ActorCorrection(request, len(mini_batches), self._data_parallel)
-            if self._correction.in_actor
-            else None
-        )
+        correction = request.mode.during_update(request.policy_version, len(mini_batches), self._ranks)
         totals = ObjectiveTotals("actor")
         loss_tokens = []
-        gap = None
         self._statistics_seconds = 0.0
         with self.model.in_use(with_optimizer=True) as module:
             module.train()
@@ -175,11 +171,10 @@ class PolicyWorker(Learner):
                     loss_tokens.append(0)
                     continue
                 self.accumulate(batch, share, totals, correction)
-                num_loss_tokens = share.num_loss_tokens if correction is None else correction.end_mini_batch()
-                if correction is not None and gap is None and not totals.num_updates:
-                    # After an update the two policies differ by design.
-                    gap = correction.gap()
-                    if gap is not None and request.gap_limit is not None:
+                num_loss_tokens = correction.end_mini_batch(share, totals.num_updates)
+                if request.gap_limit is not None and not totals.num_updates:
+                    gap = LogProbGap.from_statistics(correction.before_update)
+                    if gap is not None:
                         # Before the optimizer step: weights that were trained on the rollouts of other
                         # weights cannot be repaired.
                         gap.require_at_most(request.gap_limit, "this step's rollouts")
@@ -204,30 +199,22 @@ class PolicyWorker(Learner):
             # The counts are global: summed over ranks, each skip would count once a rank.
             skipped = sum(num_loss_tokens == 0 for num_loss_tokens in loss_tokens)
             records.append(Metric("rollout_corr/skipped_updates", skipped, Reduction.SUM))
-        seconds = self._statistics_seconds + (0.0 if correction is None else correction.statistics_seconds)
-        if correction is not None or mini_batch_loss_name(self._actor, self._correction) is not None:
+        seconds = self._statistics_seconds + correction.seconds
+        if seconds:  # the loss, or its correction, has read a whole mini-batch first
             records.append(Metric("timing_s/correction_statistics", seconds, Reduction.MAX))
-        if correction is None:
-            return ActorReport(records, totals.steps, loss_tokens)
-        return ActorReport(
-            records, totals.steps, loss_tokens, correction.statistics(), gap, correction.signatures()
-        )
+        return ActorReport(records, totals.steps, loss_tokens, correction.measured())
 
     def accumulate(
         self,
         batch: TrainBatch,
         share: MiniBatch,
         totals: ObjectiveTotals,
-        correction: ActorCorrection | None,
+        correction: MiniBatchCorrection,
     ) -> None:
         """Add the gradients of one mini-batch; collective."""
-        num_tokens, num_sequences = share.num_tokens, share.num_sequences
-        if correction is not None:
-            correction.updates = totals.num_updates
-            measured = correction.measure_mini_batch(
-                share.micro_batches, lambda rows: self._current_log_probs(batch, rows)
-            )
-            num_tokens, num_sequences = measured or (num_tokens, num_sequences)
+        num_tokens, num_sequences = correction.begin_mini_batch(
+            share, totals.num_updates, lambda rows: self._current_log_probs(batch, rows)
+        )
         mini_batch = self._mini_batch_statistics(batch, share, correction)
         aggregation = Aggregation(
             self._actor.loss_agg_mode,
@@ -237,39 +224,34 @@ class PolicyWorker(Learner):
         )
 
         def compute_objective(rows: Sequence[int]) -> Objective:
-            uncorrected = part = select_sequences(batch, rows, self._device)
-            current = self.score(
-                part, with_sum_pi_squared=correction is not None and correction.measures_signatures
-            )
-            if correction is not None:
-                correction.measure_first_signatures(part, current)
-                part = correction.correct(part, current.log_probs)
+            part = select_sequences(batch, rows, self._device)
+            current = self.score(part, correction.reads_entropies, correction.reads_squares)
+            part, averages = correction.correct(part, current)
             objective = policy_objective(
                 current, part, self._actor, self._correction, aggregation, mini_batch, self._distillation
             )
-            if correction is None or not correction.compares_proximal:
-                return objective
-            return replace(objective, averages={**objective.averages, **interpolation_gap(part, uncorrected)})
+            return replace(objective, averages={**objective.averages, **averages})
 
         accumulate_gradients(
             self.model, share.micro_batches, compute_objective, self._address.world_size, totals
         )
 
-    def score(self, part: TrainBatch, with_sum_pi_squared: bool = False) -> TokenScores:
-        """Current log-probs of a micro-batch, with gradient; entropies too where loss or metrics need them,
-        and log-probs of the teacher's most likely tokens where the loss reads them."""
-        with_entropy = self._actor.entropy_coeff != 0 or self._correction.in_actor
+    def score(
+        self, part: TrainBatch, with_entropy: bool = False, with_sum_pi_squared: bool = False
+    ) -> TokenScores:
+        """Current log-probs of a micro-batch, with gradient; entropies too where the loss needs them, and
+        log-probs of the teacher's most likely tokens where the loss reads them."""
         return score_tokens(
             self.model.module,
             part.tokens,
             self._forward,
-            with_entropy,
+            with_entropy or self._actor.entropy_coeff != 0,
             with_sum_pi_squared,
             candidate_ids=part.teacher_top_ids,
         )
 
     def _mini_batch_statistics(
-        self, batch: TrainBatch, share: MiniBatch, correction: ActorCorrection | None
+        self, batch: TrainBatch, share: MiniBatch, correction: MiniBatchCorrection
     ) -> MiniBatchStatistics | None:
         """Statistics of the whole mini-batch, from a pass without gradient; None for losses that do not read
         them. Collective."""
@@ -280,7 +262,7 @@ class PolicyWorker(Learner):
         inputs = []
         for rows in share.micro_batches:
             part, log_probs = self._current_log_probs(batch, rows)
-            corrected = part if correction is None else correction.preview(part, log_probs)
+            corrected = correction.preview(part, log_probs)
             inputs.append(statistics_inputs(corrected, log_probs, self._actor, self._correction))
         statistics = mini_batch_statistics(
             name,

@@ -8,6 +8,7 @@ import torch
 from pydantic import ValidationError
 
 from verl_rc.algorithm.ppo.control import Control, ControlState
+from verl_rc.algorithm.ppo.in_actor import Measured
 from verl_rc.config.algorithm import AlgorithmConfig, KlControlConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import measure
@@ -40,11 +41,16 @@ CORRECTION = RolloutCorrectionConfig.model_validate(FIELDS)
 OF_THRESHOLD = Control.from_config(AlgorithmConfig(rollout_correction=CORRECTION))
 
 
+def measured_of(log_ratio: torch.Tensor) -> Measured:
+    statistics = measure(log_ratio, torch.zeros_like(log_ratio), torch.ones_like(log_ratio), CORRECTION)
+    return Measured(statistics, statistics)
+
+
 def test_it_moves_a_tenth_of_the_way_in_logarithms_towards_what_the_batch_would_have_needed() -> None:
     ratios = torch.tensor([[1.01, 0.98, 1.25, 6.0]])
-    statistics = measure(ratios.log(), torch.zeros(1, 4), torch.ones(1, 4), CORRECTION)
+    measured = measured_of(ratios.log())
     assert OF_THRESHOLD.rejection_threshold == 3.0
-    moved = OF_THRESHOLD.after_correction(statistics)
+    moved = OF_THRESHOLD.after_correction(measured)
     assert moved.rejection_threshold is not None
     assert math.log(moved.rejection_threshold) == pytest.approx(
         0.9 * math.log(3.0) + 0.1 * math.log(1.25), rel=0.005
@@ -56,16 +62,15 @@ def test_it_settles_where_the_wished_share_is_accepted() -> None:
     control, generator = OF_THRESHOLD, torch.Generator().manual_seed(0)
     for _ in range(60):
         log_ratio = 0.3 * torch.randn(64, 32, generator=generator)
-        control = control.after_correction(
-            measure(log_ratio, torch.zeros(64, 32), torch.ones(64, 32), CORRECTION)
-        )
+        control = control.after_correction(measured_of(log_ratio))
     assert control.rejection_threshold is not None
     # three quarters of a normal distribution lie within 1.1503 standard deviations
     assert math.log(control.rejection_threshold) == pytest.approx(1.1503 * 0.3, rel=0.05)
 
 
 def test_a_batch_without_tokens_moves_nothing() -> None:
-    nothing = measure(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2), CORRECTION)
+    zeros = torch.zeros(1, 2)
+    nothing = Measured(measure(zeros, zeros, zeros, CORRECTION), None)
     assert OF_THRESHOLD.after_correction(nothing) == OF_THRESHOLD
 
 

@@ -17,14 +17,8 @@ from torch import Tensor
 from verl_rc.algorithm.losses import Aggregation, MiniBatchStatistics, PolicyLossInputs, mini_batch_statistics
 from verl_rc.algorithm.losses.selection import selection_scores
 from verl_rc.algorithm.ppo.choices import mini_batch_loss_name, needs_statistics_first
-from verl_rc.algorithm.ppo.objective import (
-    corrected_current,
-    loss_counts,
-    policy_objective,
-    statistics_inputs,
-    value_objective,
-    with_interpolated_proximal,
-)
+from verl_rc.algorithm.ppo.in_actor import corrected_current, loss_counts, with_interpolated_proximal
+from verl_rc.algorithm.ppo.objective import policy_objective, statistics_inputs, value_objective
 from verl_rc.config.models import ActorConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.records.batches import CriticBatch, TokenScores, TrainBatch
@@ -62,7 +56,7 @@ def expected_loss(
     assert weights is not None
     for row, column in batch.loss_mask.nonzero().tolist():
         advantage = float(batch.advantages[row, column])
-        ratio = math.exp(float(log_probs[row, column]) - float(batch.proximal_log_probs[row, column]))
+        ratio = math.exp(float(log_probs[row, column]) - float(batch.old_log_probs[row, column]))
         loss = max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2))
         if advantage < 0:
             loss = min(loss, -3.0 * advantage)
@@ -73,7 +67,7 @@ def expected_loss(
 @pytest.mark.parametrize("denominator", ["original", "kept"])
 def test_loss_equals_a_float64_loop(denominator: str) -> None:
     batch = make_train_batch(LENGTHS, REJECTED)
-    log_probs = batch.proximal_log_probs + 0.4 * torch.randn(6, 7, generator=torch.Generator().manual_seed(3))
+    log_probs = batch.old_log_probs + 0.4 * torch.randn(6, 7, generator=torch.Generator().manual_seed(3))
     entropies = torch.rand(6, 7, generator=torch.Generator().manual_seed(4))
     loss = objective_of(batch, log_probs, entropies, denominator)
     assert float(loss) == pytest.approx(expected_loss(batch, log_probs, entropies, denominator), rel=1e-5)
@@ -81,7 +75,7 @@ def test_loss_equals_a_float64_loop(denominator: str) -> None:
 
 def test_more_entropy_means_less_loss_and_rejected_tokens_have_no_gradient() -> None:
     batch = make_train_batch(LENGTHS, REJECTED)
-    log_probs = batch.proximal_log_probs.clone().requires_grad_()
+    log_probs = batch.old_log_probs.clone().requires_grad_()
     entropies = torch.ones(6, 7, requires_grad=True)
     objective_of(batch, log_probs, entropies, "original").backward()
     assert entropies.grad is not None
@@ -93,7 +87,7 @@ def test_more_entropy_means_less_loss_and_rejected_tokens_have_no_gradient() -> 
 
 def test_the_kl_term_is_added_with_its_weight_over_kept_tokens() -> None:
     batch = make_train_batch(LENGTHS, REJECTED)
-    batch.reference_log_probs = batch.proximal_log_probs - 0.3
+    batch.reference_log_probs = batch.old_log_probs - 0.3
     overrides = ["actor_rollout_ref.actor.kl_loss_coef=0.5", "actor_rollout_ref.actor.kl_loss_type=k2"]
     plain, with_kl = (
         small_run_config(
@@ -102,7 +96,7 @@ def test_the_kl_term_is_added_with_its_weight_over_kept_tokens() -> None:
         for use in (False, True)
     )
     totals = Aggregation("token-mean", num_tokens=int(batch.response_mask.sum()), num_sequences=5)
-    scores = TokenScores(batch.proximal_log_probs, None)
+    scores = TokenScores(batch.old_log_probs, None)
     without = policy_objective(scores, batch, plain, correction(), totals)
     found = policy_objective(scores, batch, with_kl, correction(), totals)
     kept, counted = int(batch.loss_mask.sum()), int(batch.response_mask.sum())
@@ -112,7 +106,7 @@ def test_the_kl_term_is_added_with_its_weight_over_kept_tokens() -> None:
 
 def test_bypass_mode_chooses_reinforce_where_it_is_asked_for() -> None:
     batch = make_train_batch(LENGTHS)
-    log_probs = batch.proximal_log_probs + 0.7
+    log_probs = batch.old_log_probs + 0.7
     actor = small_run_config(Path("unused")).actor_rollout_ref.actor
     totals = Aggregation("token-sum")
     config = correction(bypass_mode=True, loss_type="reinforce")
@@ -162,8 +156,8 @@ def actor(fields: Mapping[str, object]) -> ActorConfig:
 
 
 def current(batch: TrainBatch) -> Tensor:
-    noise = 0.05 * torch.randn(batch.proximal_log_probs.shape, generator=torch.Generator().manual_seed(5))
-    return torch.where(batch.response_mask, batch.proximal_log_probs + noise, 0.0)
+    noise = 0.05 * torch.randn(batch.old_log_probs.shape, generator=torch.Generator().manual_seed(5))
+    return torch.where(batch.response_mask, batch.old_log_probs + noise, 0.0)
 
 
 def alone(tensor: Tensor) -> Tensor:
@@ -415,14 +409,14 @@ def test_versions_of_interpolation_count_updates() -> None:
         share = (30 - 5 * version) / (33 - 5 * version)
         expected = rollout + share * (float(log_probs[row, column]) - rollout)
         expected = expected if math.isfinite(rollout) else float(log_probs[row, column])
-        assert float(found.proximal_log_probs[row, column]) == pytest.approx(expected, rel=1e-6, abs=1e-7)
+        assert float(found.old_log_probs[row, column]) == pytest.approx(expected, rel=1e-6, abs=1e-7)
 
 
 def test_before_the_first_update_the_interpolated_policy_is_the_current_one() -> None:
     batch = make_train_batch(LENGTHS)
     batch.policy_versions = versions_from(batch, oldest=3)
     log_probs = batch.rollout_log_probs - 0.1
-    assert torch.equal(with_interpolated_proximal(batch, log_probs, 6, 0, 5).proximal_log_probs, log_probs)
+    assert torch.equal(with_interpolated_proximal(batch, log_probs, 6, 0, 5).old_log_probs, log_probs)
 
 
 def test_an_interpolated_policy_is_weighted_against_the_rollout_policy() -> None:

@@ -8,13 +8,15 @@ import torch
 from batches_of_ones import ones_rollouts
 
 from verl_rc.algorithm.ppo.control import Control
-from verl_rc.algorithm.ppo.objective import corrected_current, ratio_denominator
+from verl_rc.algorithm.ppo.in_actor import OverRanks
+from verl_rc.algorithm.ppo.mini_batches import MiniBatch
+from verl_rc.algorithm.ppo.modes import correction_mode
+from verl_rc.algorithm.ppo.objective import ratio_denominator
 from verl_rc.algorithm.ppo.train_batch import ScoredStep, build_train_batch, critic_batch, outcome_rewards
 from verl_rc.config.algorithm import AlgorithmConfig, KlControlConfig
-from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionResult, compute_rollout_correction
-from verl_rc.records.batches import PolicyEvaluations, RolloutBatch, positions_mask
+from verl_rc.records.batches import PolicyEvaluations, RolloutBatch, TokenScores, positions_mask
 from verl_rc.records.samples import Samples
 
 LENGTHS = torch.tensor([3, 2, 3, 1])
@@ -43,11 +45,18 @@ def run_step(
     evaluations: PolicyEvaluations,
     config: AlgorithmConfig,
     current_version: int = 0,
-    asynchrony: AsyncTrainingConfig | None = None,
+    max_token_age: int | None = None,
+    by_age: bool = False,
 ) -> ScoredStep:
-    control = Control.from_config(config)
+    mode = correction_mode(config.rollout_correction, by_age)
     return build_train_batch(
-        Samples(rollouts, SCORES), evaluations, config, control, current_version, asynchrony
+        Samples(rollouts, SCORES),
+        evaluations,
+        config,
+        mode,
+        config.kl_ctrl.kl_coef,
+        current_version,
+        max_token_age,
     )
 
 
@@ -149,15 +158,18 @@ def test_an_asynchronous_run_measures_by_age_with_any_diagnostics(bypass: bool) 
     rollouts, evaluations = make_rollouts()
     rollouts.policy_versions = torch.where(rollouts.response_mask, 4, -1)
     config = algorithm(diagnostics="core", bypass_mode=bypass)
-    for staleness, ages in ((0.0, None), (1.0, 1.0)):
-        asynchrony = AsyncTrainingConfig(staleness_threshold=staleness)
-        step = run_step(rollouts, evaluations, config, current_version=5, asynchrony=asynchrony)
-        statistics = step.statistics
+    for by_age, ages in ((False, None), (True, 1.0)):
+        step = run_step(rollouts, evaluations, config, current_version=5, by_age=by_age)
+        measured = step.measured
         if bypass:
-            _, statistics = corrected_current(
-                step.batch, rollouts.rollout_log_probs, config.rollout_correction, policy_version=5
-            )
-        assert statistics is not None
+            mode = correction_mode(config.rollout_correction, by_age)
+            correction = mode.during_update(5, 1, OverRanks(sum=lambda x: x, maximum=lambda x: x))
+            current = rollouts.rollout_log_probs
+            correction.correct(step.batch, TokenScores(current, torch.zeros_like(current)))
+            correction.end_mini_batch(MiniBatch([[0, 1, 2, 3]], 9, 4, 9), 0)
+            measured = correction.measured()
+        assert measured is not None
+        statistics = measured.statistics
         assert statistics.metrics(config.rollout_correction).get("rollout_corr/token_age_mean") == ages
 
 
@@ -182,14 +194,6 @@ def test_full_diagnostics_measure_the_noise_on_the_logits() -> None:
         )
         == 1
     )
-
-
-@pytest.mark.parametrize("diagnostics", ["core", "full"])
-def test_the_actor_gets_the_engines_of_rows_where_it_measures_by_them(diagnostics: str) -> None:
-    rollouts, evaluations = make_rollouts()
-    rollouts.engines = torch.arange(len(evaluations.proximal_log_probs))
-    batch = run_step(rollouts, evaluations, algorithm(diagnostics=diagnostics, bypass_mode=True)).batch
-    assert (batch.engines is None) == (diagnostics == "core")
 
 
 def test_the_kl_penalty_is_taken_from_each_token_and_averaged_over_rows() -> None:
@@ -222,8 +226,7 @@ def test_in_bypass_mode_nothing_is_corrected_before_the_actor() -> None:
 
 @pytest.mark.parametrize("bypass", [False, True])
 def test_the_ratio_divides_by_a_policy_named_by_its_role(bypass: bool) -> None:
-    """Proximal log-probs are the trainer's before the update, or none: the engine's never stand under their
-    name."""
+    """By the trainer's before the update, or in bypass mode by the engine's."""
     rollouts, evaluations = make_rollouts(log_ratio_of_last_token=-0.5)
     trainer = evaluations.proximal_log_probs
     if bypass:
@@ -232,7 +235,6 @@ def test_the_ratio_divides_by_a_policy_named_by_its_role(bypass: bool) -> None:
     batch = run_step(rollouts, evaluations, config).batch
     current = torch.full_like(trainer, -9.0)
     denominator = ratio_denominator(batch, current, config.rollout_correction)
-    assert batch.proximal_log_probs is (None if bypass else trainer)
     assert denominator is (rollouts.rollout_log_probs if bypass else trainer)
     neutral = algorithm(bypass_mode=bypass, nonfinite_logprob="neutral").rollout_correction
     denominator[0, 0] = torch.nan
@@ -253,13 +255,6 @@ def test_baselines_see_the_same_policy_in_every_step(mode: dict[str, object], co
     assert torch.equal(batch.advantages, rollouts.rollout_log_probs if mode else trainer)
 
 
-def test_what_the_driver_has_corrected_needs_no_rollout_log_probs_any_more() -> None:
-    rollouts, evaluations = make_rollouts()
-    step = run_step(rollouts, evaluations, algorithm(rollout_is="token", rollout_is_threshold=2.0))
-    assert step.batch.rollout_is_weights is not None
-    assert step.batch.rollout_log_probs is None
-
-
 def test_gae_reads_the_critics_values_and_the_critic_learns_the_returns() -> None:
     rollouts, evaluations = make_rollouts()
     evaluations.critic_values = torch.where(rollouts.response_mask, 0.25, 0.0)
@@ -274,7 +269,8 @@ def estimated(
     name: str, samples: Samples, evaluations: PolicyEvaluations, **correction: object
 ) -> ScoredStep:
     config = algorithm(**correction).model_copy(update={"adv_estimator": name})
-    return build_train_batch(samples, evaluations, config, Control.from_config(config), current_version=0)
+    mode = correction_mode(config.rollout_correction)
+    return build_train_batch(samples, evaluations, config, mode, config.kl_ctrl.kl_coef, current_version=0)
 
 
 def test_remax_subtracts_the_greedy_score() -> None:
@@ -322,7 +318,8 @@ def test_diagnostics_of_weights_for_a_baseline_are_not_computed(monkeypatch: pyt
         measured.append(arguments[3].diagnostics)
         return compute_rollout_correction(*arguments, **facts)
 
-    monkeypatch.setattr("verl_rc.algorithm.ppo.train_batch.compute_rollout_correction", measuring)
+    for module in ("train_batch", "modes"):
+        monkeypatch.setattr(f"verl_rc.algorithm.ppo.{module}.compute_rollout_correction", measuring)
     rollouts, evaluations = make_rollouts()
     evaluations.sum_pi_squared = evaluations.proximal_log_probs.exp()
     estimated("optimal_token_baseline", Samples(rollouts, SCORES), evaluations, rollout_is="token")

@@ -35,7 +35,9 @@ from verl_rc.algorithm.ppo.batch_metrics import (
     policy_gap_metrics,
     version_metrics,
 )
-from verl_rc.algorithm.ppo.objective import interpolation_gap, policy_objective, value_objective
+from verl_rc.algorithm.ppo.in_actor import Measured, OverRanks
+from verl_rc.algorithm.ppo.modes import correction_mode
+from verl_rc.algorithm.ppo.objective import policy_objective, value_objective
 from verl_rc.algorithm.ppo.train_batch import ScoredStep, _rewards
 from verl_rc.algorithm.rewards.sample import RewardOutput
 from verl_rc.algorithm.supply.group_book import AdmissionRule, BookState, GroupBook, Totals
@@ -287,8 +289,16 @@ MASK = torch.tensor([[True, True, True], [True, True, False], [True, False, Fals
 
 def train_batch(**fields: Any) -> TrainBatch:
     zeros = torch.zeros(MASK.shape)
-    given = dict.fromkeys(("proximal_log_probs", "rollout_log_probs", "advantages"), zeros) | fields
+    given = dict.fromkeys(("old_log_probs", "rollout_log_probs", "advantages"), zeros)
+    given |= {"policy_versions": torch.where(MASK, 0, -1), "scores": torch.zeros(3)} | fields
     return TrainBatch(tokens=TOKENS, response_mask=MASK, loss_mask=MASK, **given, batch_size=[3])
+
+
+OF_ROLLOUTS = {
+    "rollout_log_probs": torch.full((1, 4), -5.0),
+    "policy_versions": torch.zeros(1, 4, dtype=torch.int64),
+    "scores": torch.zeros(1),
+}
 
 
 def rollout_batch(**fields: Any) -> RolloutBatch:
@@ -389,8 +399,8 @@ def the_actors_loss():
         tokens=ROW,
         response_mask=everything,
         loss_mask=everything,
-        proximal_log_probs=one_row(-5, -5, -5, -5),
-        rollout_log_probs=one_row(-5, -5, -5, -5),
+        old_log_probs=one_row(-5, -5, -5, -5),
+        **OF_ROLLOUTS,
         advantages=one_row(1, -1, -1, 1),
         reference_log_probs=current - one_row(1, 1, 2, 0),
         batch_size=[1],
@@ -453,7 +463,8 @@ def the_teachers_term():
         tokens=ROW,
         response_mask=everything,
         loss_mask=everything,
-        proximal_log_probs=one_row(-5, -5, -5, -5),
+        old_log_probs=one_row(-5, -5, -5, -5),
+        **OF_ROLLOUTS,
         advantages=one_row(0, 0, 0, 0),
         teacher_log_probs=current - one_row(1, -1 / 2, -2, 0),
         batch_size=[1],
@@ -493,7 +504,8 @@ def the_words_that_the_teacher_finds_most_likely():
         tokens=ROW,
         response_mask=everything,
         loss_mask=everything,
-        proximal_log_probs=sampled,
+        old_log_probs=sampled,
+        **OF_ROLLOUTS,
         advantages=one_row(0, 0, 0, 0),
         teacher_log_probs=sampled,
         teacher_top_ids=torch.tensor([3, 1], dtype=torch.int32).expand(1, 4, 2),
@@ -519,26 +531,31 @@ def the_entropy_of_the_policy_that_is_updated():
     """In bypass mode nothing knows the entropy before the update. One of three tokens would take other
     experts."""
     config = load_run_config([*sound_run(), "algorithm.rollout_correction.bypass_mode=True"])
+    correction = config.algorithm.rollout_correction
+    mask = torch.tensor([[True, True, True, False]])
     batch = TrainBatch(
         tokens=ROW,
-        response_mask=torch.tensor([[True, True, True, False]]),
-        loss_mask=torch.tensor([[True, False, True, False]]),
-        proximal_log_probs=torch.zeros(1, 4),
-        rollout_log_probs=torch.zeros(1, 4),
+        response_mask=mask,
+        loss_mask=mask,
+        old_log_probs=torch.zeros(1, 4),
+        **OF_ROLLOUTS,
         advantages=torch.zeros(1, 4),
         batch_size=[1],
     )
-    objective = policy_objective(
-        TokenScores(
-            torch.zeros(1, 4), torch.tensor([[1.0, 2.0, 6.0, 50.0]]), flipped_experts=one_row(1, 0, 0, 1)
-        ),
-        batch,
-        config.actor_rollout_ref.actor,
-        config.algorithm.rollout_correction,
-        Aggregation("token-mean"),
+    current = TokenScores(
+        torch.zeros(1, 4),
+        torch.tensor([[1.0, 2.0, 6.0, 50.0]]),
+        torch.ones(1, 4),
+        flipped_experts=one_row(1, 0, 0, 1),
     )
+    ranks = OverRanks(sum=lambda tensor: tensor, maximum=lambda tensor: tensor)
+    part, averages = correction_mode(correction).during_update(0, 1, ranks).correct(batch, current)
+    objective = policy_objective(
+        current, part, config.actor_rollout_ref.actor, correction, Aggregation("token-mean")
+    )
+    found = {**averages, **objective.averages}
     names = ("actor/update_entropy", "actor/flipped_experts")
-    return {name: float(objective.averages[name].value) for name in names}, {
+    return {name: float(found[name].value) for name in names}, {
         "actor/update_entropy": 3,
         "actor/flipped_experts": 1 / 3,
     }
@@ -692,7 +709,7 @@ def engine_against_trainer():
     statistics = measure(torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[-1.5, -1.75, 9.0]]), mask, config)
     record, state = StepRecord(), RunState()
     control = SimpleNamespace(correction=lambda config: config, rejection_threshold=None)
-    judge(services, state, statistics, control, record)
+    judge(services, state, Measured(statistics, statistics), control, record)
     expected = {"sync/rollout_gap_mean": 0.375, "sync/rollout_gap_max": 0.5, "sync/gap_limit": 0.5}
     return {name: record.metrics()[name] for name in expected}, expected
 
@@ -1044,15 +1061,21 @@ def log_probs_of_the_token_before():
 @example
 def interpolated_against_recomputed_log_probs():
     """Gaps of 1/4, 1/2 and 0; the last token is the tool's."""
-    mask = torch.tensor([[True, True, True, False]])
-    interpolated, recomputed = (
-        SimpleNamespace(proximal_log_probs=torch.tensor([values]), response_mask=mask)
-        for values in ([-1.0, -2.0, -3.0, -4.0], [-1.25, -1.5, -3.0, -9.0])
+    batch = TrainBatch(
+        tokens=ROW,
+        response_mask=torch.tensor([[True, True, True, False]]),
+        loss_mask=torch.tensor([[True, True, True, False]]),
+        old_log_probs=one_row(-1.25, -1.5, -3, -9),
+        **OF_ROLLOUTS,
+        advantages=one_row(0, 0, 0, 0),
+        batch_size=[1],
     )
-    found = interpolation_gap(interpolated, recomputed)
-    return {name: float(one.value) for name, one in found.items()}, {
-        "actor/proximal_interpolation_gap": (1 / 4 + 1 / 2) / 3
-    }
+    mode = correction_mode(RolloutCorrectionConfig(proximal="interpolate", diagnostics="core"))
+    ranks = OverRanks(sum=lambda tensor: tensor, maximum=lambda tensor: tensor)
+    current = TokenScores(one_row(-1, -2, -3, -4), one_row(0, 0, 0, 0))
+    _, averages = mode.during_update(49, 1, ranks).correct(batch, current)
+    name = "actor/proximal_interpolation_gap"
+    return {name: float(averages[name].value)}, {name: (1 / 4 + 1 / 2) / 3}
 
 
 @example
@@ -1147,15 +1170,13 @@ def updates_of_which_none_had_anything_to_learn_from():
     model.advance_schedule.return_value = 3 / 4 / 8
     rank = SimpleNamespace(rank=0)
     policy = SimpleNamespace(
-        _correction=SimpleNamespace(in_actor=False),
-        _actor=None,
+        _ranks=None,
         _address=rank,
         _device=SimpleNamespace(type="cpu"),
         model=model,
     )
-    request = UpdateRequest(RolloutCorrectionConfig(), 0)
-    with patch("verl_rc.runtime.workers.policy_worker.mini_batch_loss_name", return_value=None):
-        records = PolicyWorker.update(policy, None, shares, request).metrics
+    request = UpdateRequest(correction_mode(RolloutCorrectionConfig()), 0)
+    records = PolicyWorker.update(policy, None, shares, request).metrics
     records += CriticWorker.update(SimpleNamespace(model=model, _address=rank), None, shares).metrics
     return reduce_metrics(records), {
         "rollout_corr/skipped_updates": 2,
@@ -1171,17 +1192,15 @@ def an_update_that_the_engine_rounds():
     ones = torch.ones(2)
     states = iter((ones, ones + torch.tensor([3 / 512, 1 / 512])))
     policy = SimpleNamespace(
-        _correction=SimpleNamespace(in_actor=False),
-        _actor=None,
+        _ranks=None,
         _address=SimpleNamespace(rank=1),
         _device=SimpleNamespace(type="cpu"),
         _weights=SimpleNamespace(trained=lambda: [("weight", next(states))]),
         _rounding=EngineRounding(torch.bfloat16, None, frozenset()),
         model=MagicMock(),
     )
-    request = UpdateRequest(RolloutCorrectionConfig(), 0, measures_survival=True)
-    with patch("verl_rc.runtime.workers.policy_worker.mini_batch_loss_name", return_value=None):
-        records = PolicyWorker.update(policy, None, [], request).metrics
+    request = UpdateRequest(correction_mode(RolloutCorrectionConfig()), 0, measures_survival=True)
+    records = PolicyWorker.update(policy, None, [], request).metrics
     return reduce_metrics([one for one in records if one.name.startswith("sync/")]), {
         "sync/update_survival": 4 * 3 / (3**2 + 1**2),
         "sync/changed_weights": 1 / 2,
@@ -1194,14 +1213,14 @@ def penalties_of_the_divergence():
     coefficient of 1/4."""
     mask = torch.tensor([[True, True], [True, False]])
     evaluations = SimpleNamespace(
-        proximal_log_probs=torch.tensor([[-1.0, -1.0], [-1.0, 0.0]]),
         reference_log_probs=torch.tensor([[-2.0, -4.0], [-1.5, 0.0]]),
     )
     algorithm = SimpleNamespace(estimator=None, use_kl_in_reward=True, kl_penalty="kl", shaped_kl=None)
     algorithm.rollout_correction = RolloutCorrectionConfig()
+    rollouts = SimpleNamespace(response_mask=mask, turn_rewards=None)
     _, divergence = _rewards(
-        SimpleNamespace(response_mask=mask, turn_rewards=None),
-        torch.zeros(2),
+        SimpleNamespace(rollouts=rollouts, scores=torch.zeros(2)),
+        torch.tensor([[-1.0, -1.0], [-1.0, 0.0]]),
         evaluations,
         algorithm,
         kl_coef=0.1,
@@ -1213,19 +1232,15 @@ def penalties_of_the_divergence():
     config = load_run_config([*sound_run(), *in_the_loss])
     services = Mock(config=config)
     services.actor.update.return_value = Timed(ActorReport([], [], []), 0.0)
-    control.correction = lambda correction: correction
-    scored = SimpleNamespace(reward_kl=divergence, statistics=None, batch=None, rewards=None)
+    scored = SimpleNamespace(reward_kl=divergence, correction=None, batch=None, rewards=None)
     stages = "verl_rc.trainer.stages"
-    with (
-        patch(f"{stages}.batch_metrics", return_value={}),
-        patch(f"{stages}.policy_gap_metrics", return_value={}),
-    ):
+    with patch(f"{stages}.batch_metrics", return_value={}):
         record_batch(services, Mock(), evaluations, scored, control, record, step=1)
     batch = train_batch()
     record.ledger.add_sampled(int(batch.response_mask.sum()))
     state = SimpleNamespace(step=0, rollout_gap_limit=None)
     with patch("verl_rc.trainer.stages.plan_mini_batches", return_value=[]):
-        update_actor(services, state, batch, control, record)
+        update_actor(services, state, batch, correction_mode(RolloutCorrectionConfig()), record)
     expected = {
         "actor/reward_kl_penalty": (2 + 1 / 2) / 2,
         "actor/reward_kl_penalty_coeff": 0.1,

@@ -185,17 +185,19 @@ def operand_names(plan: PolicyPlan) -> Iterator[str]:
     if plan.entropy_coeff != 0:
         yield "entropies"
     reads_old = plan.spec is None or plan.spec.reads_old_log_probs
-    if reads_old and not plan.in_actor:
-        yield "proximal_log_probs"
-    if plan.in_actor and (reads_old or plan.applies_weights or plan.rejects_tokens):
+    interpolates = plan.mode == "interpolated" and reads_old
+    if reads_old and not interpolates:
+        yield "old_log_probs"
+    in_actor = plan.mode != "decoupled"
+    if interpolates or (in_actor and (plan.applies_weights or plan.rejects_tokens)):
         yield "rollout_log_probs"
     yield "advantages"
-    if plan.applies_weights and not plan.in_actor:
+    if plan.applies_weights and not in_actor:
         yield "rollout_is_weights"
     if plan.kl_loss_coef:
         yield "reference_log_probs"
     yield "loss_mask"
-    if plan.in_actor or _reads_response_mask(plan):
+    if in_actor or _reads_response_mask(plan):
         yield "response_mask"
 
 
@@ -233,7 +235,7 @@ def test_every_loss_and_every_average_is_walked() -> None:
 def test_of_a_loss_of_the_users_own_everything_is_assumed() -> None:
     plan = plan_policy(config_of({f"{ACTOR}.policy_loss.loss_mode": "my_losses:mine"}))
     assert plan.spec is None
-    assert {"proximal_log_probs", "response_mask", "loss_mask"} <= set(operand_names(plan))
+    assert {"old_log_probs", "response_mask", "loss_mask"} <= set(operand_names(plan))
 
 
 def test_the_critics_operands() -> None:

@@ -11,14 +11,15 @@ from bypass_cases import CASES, case_batch, case_config, case_id, with_verl_name
 from small_models import small_run_config
 from two_processes import free_port
 
+from verl_rc.algorithm.ppo.in_actor import Corrected
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
+from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.metrics import reduce_metrics
 from verl_rc.records.batches import TokenScores, TrainBatch
 from verl_rc.runtime.distributed.process_group import RankAddress
-from verl_rc.runtime.weight_sync.proof import SyncProofError
-from verl_rc.runtime.workers.actor_correction import ActorCorrection
+from verl_rc.runtime.weight_sync.proof import LogProbGap, SyncProofError
 from verl_rc.runtime.workers.micro_batches import ObjectiveTotals
 from verl_rc.runtime.workers.policy_worker import PolicyWorker
 from verl_rc.runtime.workers.updates import UpdateRequest
@@ -31,10 +32,14 @@ class TablePolicy(PolicyWorker):
     asked_for_squares: list[bool]
     """Of every forward pass."""
 
-    def score(self, part: TrainBatch, with_sum_pi_squared: bool = False) -> TokenScores:
+    def score(
+        self, part: TrainBatch, with_entropy: bool = False, with_sum_pi_squared: bool = False
+    ) -> TokenScores:
+        del with_entropy
         self.asked_for_squares.append(with_sum_pi_squared)
         log_probs = self.table[part.tokens.prompts[:, 0]]
-        return TokenScores(log_probs, torch.zeros_like(log_probs))
+        zeros = torch.zeros_like(log_probs)
+        return TokenScores(log_probs, zeros, zeros if with_sum_pi_squared else None)
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +69,17 @@ def test_golden_gradient_and_metrics(
     worker._correction = case_config(case)
     worker._actor = worker._actor.model_copy(update={"loss_agg_mode": case["loss_agg_mode"]})
     worker.table = torch.tensor(case["log_probs"]).requires_grad_()
-    correction = ActorCorrection(UpdateRequest(worker._correction, 0), 1, worker._mesh)
+    correction = correction_mode(worker._correction).during_update(0, 1, worker._ranks)
     counted = batch.response_mask.sum(-1)
     share = MiniBatch(micro_batches, int(counted.sum()), int((counted > 0).sum()), int(counted.sum()))
     worker.accumulate(batch, share, ObjectiveTotals("actor"), correction)
     torch.testing.assert_close(worker.table.grad, torch.tensor(expected["grad"]), rtol=1e-5, atol=1e-7)
-    assert correction.end_mini_batch() == int(
+    assert correction.end_mini_batch(share, 0) == int(
         (torch.tensor(expected["keep_mask"]).bool() & batch.response_mask).sum()
     )
-    metrics = with_verl_names(correction.statistics().metrics(worker._correction), worker._correction)
+    measured = correction.measured()
+    assert measured is not None
+    metrics = with_verl_names(measured.statistics.metrics(worker._correction), worker._correction)
     for name, value in expected["metrics"].items():
         if name.startswith("rollout_corr/"):
             assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
@@ -90,7 +97,7 @@ def test_one_decoupled_update_has_the_gradient_of_bypass_without_clip(
     config = case_config(case).model_copy(update={"bypass_mode": False})
     corrected = compute_rollout_correction(table, batch.rollout_log_probs, batch.response_mask, config)
     kept = corrected.keep_mask & batch.response_mask
-    batch.proximal_log_probs, batch.loss_mask = table, kept
+    batch.old_log_probs, batch.loss_mask = table, kept
     batch.rollout_is_weights = None if corrected.weights is None else corrected.weights.float()
     worker._correction = config
     worker._actor = worker._actor.model_copy(update={"loss_agg_mode": case["loss_agg_mode"]})
@@ -98,7 +105,7 @@ def test_one_decoupled_update_has_the_gradient_of_bypass_without_clip(
     counted = kept if config.rejection_denominator == "kept" else batch.response_mask
     rows = int(counted.any(dim=-1).sum())
     share = MiniBatch([[0, 1, 2, 3, 4, 5]], int(counted.sum()), rows, int(kept.sum()))
-    worker.accumulate(batch, share, ObjectiveTotals("actor"), None)
+    worker.accumulate(batch, share, ObjectiveTotals("actor"), Corrected())
     torch.testing.assert_close(
         worker.table.grad, torch.tensor(case["expected"]["grad"]), rtol=1e-5, atol=1e-7
     )
@@ -117,9 +124,11 @@ def test_the_gap_is_that_before_an_update_or_none(worker: TablePolicy, first: li
     for rows in (first, [row for row in range(6) if row not in first]):
         counted = batch.response_mask[rows].sum(-1)
         shares.append(MiniBatch([rows], int(counted.sum()), 3, int(counted.sum())))
-    request = UpdateRequest(worker._correction, 0, gap_limit=1e-3)
+    request = UpdateRequest(correction_mode(worker._correction), 0, gap_limit=1e-3)
     if first == [0, 1, 2]:
-        assert worker.update(batch, shares, request).gap is None
+        measured = worker.update(batch, shares, request).measured
+        assert measured is not None
+        assert LogProbGap.from_statistics(measured.before_update) is None
         return
     with pytest.raises(SyncProofError, match="this step's rollouts"):
         worker.update(batch, shares, request)
@@ -134,7 +143,7 @@ def test_a_gap_that_is_no_rounding_stops_before_the_weights_change(worker: Table
     counted = batch.response_mask.sum(-1)
     share = MiniBatch([[0, 1, 2, 3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
     with pytest.raises(SyncProofError, match="this step's rollouts"):
-        worker.update(batch, [share], UpdateRequest(worker._correction, 0, gap_limit=1e-3))
+        worker.update(batch, [share], UpdateRequest(correction_mode(worker._correction), 0, gap_limit=1e-3))
     after = [parameter.full_tensor() for parameter in worker.model.module.parameters()]
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
@@ -149,14 +158,12 @@ def test_signatures_are_those_of_the_first_mini_batch(worker: TablePolicy, parts
         torch.rand(3, *table.shape, generator=generator) + torch.tensor([0, 1, 0])[:, None, None]
     )
     batch.engines = torch.arange(len(table)) % 2
-    correction = ActorCorrection(UpdateRequest(config, 0), 1, worker._mesh)
+    correction = correction_mode(config).during_update(0, 1, worker._ranks)
     for moved in (0.0, 0.7):  # the second one comes after an update
         for rows in parts:
             current = TokenScores(table[rows] + moved, entropies[rows], squares[rows], varentropies[rows])
-            part = cast(TrainBatch, batch[rows])
-            correction.measure_first_signatures(part, current)
-            correction.correct(part, current.log_probs)
-        correction.end_mini_batch()
+            correction.correct(cast(TrainBatch, batch[rows]), current)
+        correction.end_mini_batch(MiniBatch([], 0, 0, 0), 0)
     decoupled = compute_rollout_correction(
         table,
         batch.rollout_log_probs,
@@ -167,17 +174,15 @@ def test_signatures_are_those_of_the_first_mini_batch(worker: TablePolicy, parts
         varentropies=varentropies,
         engines=batch.engines,
     ).metrics()
-    found = correction.signatures()
+    found = correction.measured()
     assert found is not None
-    signatures = found.signatures()
+    assert found.signatures is not None
+    signatures = found.signatures.signatures()
     measured = ("engine_1_logit_noise", "surprisal_excess_bound", "missing_mass")
     assert {f"rollout_corr/{name}" for name in measured} <= signatures.keys()
     assert signatures == pytest.approx({name: decoupled[name] for name in signatures}, rel=1e-9)
-    core = ActorCorrection(
-        UpdateRequest(config.model_copy(update={"diagnostics": "core"}), 0), 1, worker._mesh
-    )
-    core.measure_first_signatures(batch, TokenScores(table, entropies, squares))
-    assert core.signatures() is None
+    core = correction_mode(config.model_copy(update={"diagnostics": "core"}))
+    assert not core.during_update(0, 1, worker._ranks).reads_squares
 
 
 @pytest.mark.parametrize("diagnostics", ["core", "full"])
@@ -193,7 +198,7 @@ def test_sums_of_squared_probabilities_are_computed_for_the_first_mini_batch_alo
     counted = batch.response_mask.sum(-1)
     share = MiniBatch([[0, 1, 2], [3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
     worker.asked_for_squares.clear()
-    worker.update(batch, [share, share], UpdateRequest(worker._correction, 0))
+    worker.update(batch, [share, share], UpdateRequest(correction_mode(worker._correction), 0))
     assert worker.asked_for_squares == [diagnostics == "full"] * 2 + [False] * 2
 
 
@@ -216,7 +221,7 @@ def test_tokens_that_the_driver_left_out_have_no_gradient_and_are_not_counted(
         batch.loss_mask[0] &= not left_out
         counted = batch.response_mask.sum(-1)
         share = MiniBatch([[0, 1, 2], [3, 4, 5]], int(counted.sum()), 6, int(batch.loss_mask.sum()))
-        report = worker.update(batch, [share], UpdateRequest(worker._correction, 0))
+        report = worker.update(batch, [share], UpdateRequest(correction_mode(worker._correction), 0))
         gradients.append(worker.table.grad)
         counts.append((report.loss_tokens, int(batch.loss_mask.sum())))
     assert [kept for kept, _ in counts] == [[expected] for _, expected in counts]
@@ -232,7 +237,7 @@ def test_a_mini_batch_of_which_nothing_is_kept_is_skipped(worker: TablePolicy) -
     worker.table = torch.tensor(case["log_probs"]).add(3.0).requires_grad_()
     counted = batch.response_mask.sum(-1)
     share = MiniBatch([[0, 1, 2, 3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
-    report = worker.update(batch, [share], UpdateRequest(worker._correction, 0))
+    report = worker.update(batch, [share], UpdateRequest(correction_mode(worker._correction), 0))
     assert report.loss_tokens == [0]
     assert {metric.name: metric.value for metric in report.metrics}["rollout_corr/skipped_updates"] == 1
 
@@ -245,12 +250,12 @@ def test_the_proximal_policy_is_interpolated_by_the_updates_of_the_step(worker: 
     worker.table = torch.tensor(CASES[0]["log_probs"]).requires_grad_()
     rows, width = batch.response_mask.shape
     batch.policy_versions = (
-        torch.where(torch.arange(rows)[:, None] % 2 == 0, 6, 7).expand(rows, width).contiguous()
+        torch.where(torch.arange(rows)[:, None] % 2 == 0, 48, 49).expand(rows, width).contiguous()
     )
-    batch.scores, batch.proximal_log_probs = torch.zeros(rows), batch.rollout_log_probs + 0.25
+    batch.old_log_probs = batch.rollout_log_probs + 0.25
     counted = batch.response_mask.sum(-1)
     share = MiniBatch([list(range(rows))], int(counted.sum()), rows, int(counted.sum()))
-    request = UpdateRequest(worker._correction, 7, compares_proximal=True)
+    request = UpdateRequest(correction_mode(worker._correction), 49)
     report = worker.update(batch, [share, share], request)
     gaps = []
     for row, column in batch.response_mask.nonzero().tolist():
@@ -259,8 +264,7 @@ def test_the_proximal_policy_is_interpolated_by_the_updates_of_the_step(worker: 
             gaps.append(abs(rollout + part * (current - rollout) - (rollout + 0.25)))
     found = reduce_metrics(report.metrics)
     assert found["actor/proximal_interpolation_gap"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-5)
-    batch.proximal_log_probs = None  # most steps recompute nothing
-    assert "actor/proximal_interpolation_gap" not in {
-        metric.name for metric in worker.update(batch, [share], UpdateRequest(worker._correction, 7)).metrics
-    }
-    assert report.correction is not None
+    request = UpdateRequest(correction_mode(worker._correction), 50)  # most steps recompute nothing
+    metrics = worker.update(batch, [share], request).metrics
+    assert "actor/proximal_interpolation_gap" not in {metric.name for metric in metrics}
+    assert report.measured is not None

@@ -12,14 +12,8 @@ from small_models import make_tokens, make_train_batch, small_run_config
 from torch import Tensor, nn
 
 from verl_rc.algorithm.losses import Aggregation, mini_batch_statistics
-from verl_rc.algorithm.ppo.objective import (
-    corrected_current,
-    loss_counts,
-    measure_signatures,
-    policy_objective,
-    statistics_inputs,
-    value_objective,
-)
+from verl_rc.algorithm.ppo.in_actor import corrected_current, loss_counts, measure_signatures
+from verl_rc.algorithm.ppo.objective import policy_objective, statistics_inputs, value_objective
 from verl_rc.config import RolloutCorrectionConfig
 from verl_rc.config.algorithms import LOSS_MODES, POLICY_LOSSES
 from verl_rc.config.models import PolicyLossConfig
@@ -79,9 +73,7 @@ def batch(model: nn.Module) -> TrainBatch:
     with torch.no_grad():
         current = score_tokens(model, batch.tokens, ForwardOptions(), with_entropy=False).log_probs
     noise = 0.2 * torch.randn(current.shape, generator=torch.Generator().manual_seed(7))
-    batch.proximal_log_probs = batch.rollout_log_probs = torch.where(
-        batch.response_mask, current + noise, 0.0
-    )
+    batch.old_log_probs = batch.rollout_log_probs = torch.where(batch.response_mask, current + noise, 0.0)
     batch.reference_log_probs = torch.where(batch.response_mask, current - noise, 0.0)
     return batch
 

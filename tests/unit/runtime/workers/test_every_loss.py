@@ -9,7 +9,9 @@ import torch
 from small_models import make_train_batch, small_run_config
 from two_processes import free_port
 
+from verl_rc.algorithm.ppo.in_actor import Corrected
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
+from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.config.algorithms import LOSS_MODES
 from verl_rc.config.models import PolicyLossConfig
 from verl_rc.records.batches import TrainBatch
@@ -46,7 +48,7 @@ def batch(worker: PolicyWorker) -> TrainBatch:
     batch = make_train_batch(LENGTHS, REJECTED)
     current = worker.compute_log_probs(batch.tokens, [ROWS])[0]
     noise = 0.2 * torch.randn(current.shape, generator=torch.Generator().manual_seed(7))
-    batch.proximal_log_probs = torch.where(batch.response_mask, current + noise, 0.0)
+    batch.old_log_probs = torch.where(batch.response_mask, current + noise, 0.0)
     return batch
 
 
@@ -62,7 +64,7 @@ def share_of(batch: TrainBatch, micro_batches: list[list[int]]) -> MiniBatch:
 
 
 def gradient(worker: PolicyWorker, batch: TrainBatch, micro_batches: list[list[int]]) -> torch.Tensor:
-    worker.accumulate(batch, share_of(batch, micro_batches), ObjectiveTotals("actor"), correction=None)
+    worker.accumulate(batch, share_of(batch, micro_batches), ObjectiveTotals("actor"), Corrected())
     flat = torch.cat([p.grad.full_tensor().flatten() for p in worker.model.module.parameters()]).double()  # type: ignore[union-attr]
     worker.model.optimizer.zero_grad()
     return flat
@@ -91,7 +93,8 @@ def test_cutting_changes_no_gradient_and_no_two_losses_are_one(
 def test_a_pass_for_statistics_is_timed(worker: PolicyWorker, batch: TrainBatch) -> None:
     for loss_mode, is_timed in (("kl_cov", True), ("vanilla", False)):
         choose(worker, loss_mode)
-        report = worker.update(batch, [share_of(batch, [ROWS])], UpdateRequest(worker._correction, 0))
+        request = UpdateRequest(correction_mode(worker._correction), 0)
+        report = worker.update(batch, [share_of(batch, [ROWS])], request)
         seconds = [
             metric.value for metric in report.metrics if metric.name == "timing_s/correction_statistics"
         ]

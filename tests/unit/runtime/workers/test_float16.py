@@ -12,6 +12,7 @@ from small_models import make_train_batch, small_run_config, write_small_model
 from two_processes import free_port
 
 from verl_rc.algorithm.health.guards import NonFiniteGradientsError, count_nonfinite_updates
+from verl_rc.algorithm.ppo.in_actor import Corrected
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.records.batches import TrainBatch
 from verl_rc.records.optimizer_step import OptimizerStep
@@ -51,7 +52,7 @@ def step(worker: PolicyWorker, factor: float = 1.0) -> OptimizerStep:
     """One optimizer step on a batch whose advantages are multiplied by ``factor``."""
     batch = make_train_batch([7, 2, 5, 1])
     batch.advantages = batch.advantages * factor
-    worker.accumulate(batch, share_of(batch), ObjectiveTotals("actor"), correction=None)
+    worker.accumulate(batch, share_of(batch), ObjectiveTotals("actor"), Corrected())
     return worker.model.step()
 
 

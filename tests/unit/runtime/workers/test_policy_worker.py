@@ -12,7 +12,9 @@ from host_reads import HostReads
 from small_models import make_train_batch, small_run_config
 
 from verl_rc.algorithm.losses import AGGREGATION_MODES
+from verl_rc.algorithm.ppo.in_actor import Corrected
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
+from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.algorithm.ppo.objective import Objective
 from verl_rc.metrics import reduce_metrics
 from verl_rc.records.batches import TrainBatch, positions_mask
@@ -42,7 +44,7 @@ def worker(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def gradient(worker: PolicyWorker, batch: TrainBatch, micro_batches: list[list[int]]) -> torch.Tensor:
     kept = batch.response_mask.sum(-1)
     share = MiniBatch(micro_batches, int(kept.sum()), int((kept > 0).sum()), int(batch.loss_mask.sum()))
-    worker.accumulate(batch, share, ObjectiveTotals("actor"), correction=None)
+    worker.accumulate(batch, share, ObjectiveTotals("actor"), Corrected())
     flat = torch.cat([p.grad.full_tensor().flatten() for p in worker.model.module.parameters()]).double()  # type: ignore[union-attr]
     worker.model.optimizer.zero_grad()
     return flat
@@ -84,7 +86,7 @@ def test_what_lies_on_padding_does_not_change_the_gradient(worker: PolicyWorker)
     expected = gradient(worker, batch, [list(range(len(LENGTHS)))])
     padding = ~positions_mask(batch.tokens.response_lengths, 7)
     batch.tokens.responses = torch.where(padding, 3, batch.tokens.responses)
-    for name in ("proximal_log_probs", "advantages", "rollout_is_weights"):
+    for name in ("old_log_probs", "advantages", "rollout_is_weights"):
         setattr(batch, name, getattr(batch, name).masked_fill(padding, float("nan")))
     assert_same_gradient(gradient(worker, batch, [list(range(len(LENGTHS)))]), expected)
 
@@ -101,7 +103,7 @@ def test_update_moves_parameters_and_reports_exact_totals(worker: PolicyWorker) 
     before = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()]).clone()  # type: ignore[attr-defined]
     tokens, kept = int(batch.response_mask.sum()), int(batch.loss_mask.sum())
     share = MiniBatch([[0, 1], [2, 3, 4, 5]], tokens, 5, kept)
-    records = worker.update(batch, [share], UpdateRequest(worker._correction, 0)).metrics
+    records = worker.update(batch, [share], UpdateRequest(correction_mode(worker._correction), 0)).metrics
     after = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()])  # type: ignore[attr-defined]
     assert not torch.equal(before, after)
     clipped = {record.name: record for record in records}["actor/pg_clipfrac"]
@@ -123,9 +125,8 @@ def test_full_diagnostics_get_entropies_and_sums_of_squared_probabilities(worker
 def test_a_wholly_rejected_mini_batch_skips_the_step(worker: PolicyWorker) -> None:
     batch = make_train_batch(LENGTHS, rejected_rows=tuple(range(len(LENGTHS))))
     before = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()]).clone()  # type: ignore[attr-defined]
-    report = worker.update(
-        batch, [MiniBatch([[0, 1]], 9, 2, num_loss_tokens=0)], UpdateRequest(worker._correction, 0)
-    )
+    request = UpdateRequest(correction_mode(worker._correction), 0)
+    report = worker.update(batch, [MiniBatch([[0, 1]], 9, 2, num_loss_tokens=0)], request)
     records = {record.name: record.value for record in report.metrics}
     after = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()])  # type: ignore[attr-defined]
     assert torch.equal(before, after)
@@ -141,7 +142,7 @@ def test_an_update_reads_the_device_where_that_is_announced_and_nowhere_else(wor
     share = MiniBatch(
         [[0, 1, 2], [3, 4, 5]], int(kept.sum()), int((kept > 0).sum()), int(batch.loss_mask.sum())
     )
-    request = UpdateRequest(worker._correction, policy_version=0)
+    request = UpdateRequest(correction_mode(worker._correction), policy_version=0)
     with HostReads() as reads:
         worker.update(batch, [share, share], request)
     # Micro-batches are cut from the rank's rows on the host, before they reach the device.

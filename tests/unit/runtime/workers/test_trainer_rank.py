@@ -15,6 +15,7 @@ from small_models import make_train_batch, small_run_config, write_small_model
 from two_processes import free_port
 
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
+from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.records.batches import CriticBatch, TrainBatch
 from verl_rc.runtime.distributed.process_group import RankAddress
@@ -78,7 +79,8 @@ def train(rank: TrainerRank | Alone, role: str, batch: TrainBatch) -> None:
     counted = batch.response_mask.sum(-1)
     share = MiniBatch(ROWS, int(counted.sum()), len(counted), int(batch.loss_mask.sum()))
     if role == "actor":
-        rank.call("actor", "update", batch, [share], UpdateRequest(RolloutCorrectionConfig(), 0))
+        request = UpdateRequest(correction_mode(RolloutCorrectionConfig()), 0)
+        rank.call("actor", "update", batch, [share], request)
     if role == "critic":
         values = torch.zeros_like(batch.advantages)
         returns = torch.where(batch.response_mask, 1.0, 0.0)
@@ -97,7 +99,7 @@ def trained(folder: Path, *roles: str) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for step in range(2):
         batch = make_train_batch([7, 2, 5, 6], seed=step)
-        batch.reference_log_probs = batch.proximal_log_probs
+        batch.reference_log_probs = batch.old_log_probs
         for role in roles:
             found[f"{role} {step}"] = rank.call(role, scoring[role], batch.tokens, ROWS)[0]
         for role in reversed(roles):
@@ -152,7 +154,7 @@ def test_a_role_that_is_resumed_goes_on_with_its_own_random_numbers(
 ) -> None:
     """A checkpoint holds the generator of each; the critic's is loaded after the actor's."""
     batch = make_train_batch([7, 2, 5, 6])
-    batch.reference_log_probs = batch.proximal_log_probs
+    batch.reference_log_probs = batch.old_log_probs
     weights = []
     rank = start(with_dropout, *WORKERS)
     train(rank, "actor", batch)  # the generators differ now

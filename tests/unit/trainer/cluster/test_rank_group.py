@@ -10,6 +10,7 @@ from small_models import make_train_batch
 
 import verl_rc.trainer.cluster.rank_group as rank_group
 from verl_rc.algorithm.ppo.mini_batches import plan_mini_batches
+from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.records.batches import Timed, TokenBatch, TrainBatch
 from verl_rc.records.microbatch import MicroBatchLimit
@@ -71,12 +72,12 @@ def test_shares_name_the_rows_they_come_with(ranks: int, limit: MicroBatchLimit)
                 mini_batch.num_sequences,
             )
         found = [
-            [*rows.proximal_log_probs[row].tolist(), *[0.0] * 7][:7]
+            [*rows.old_log_probs[row].tolist(), *[0.0] * 7][:7]
             for rows, share in shares
             for part in share.micro_batches
             for row in part
         ]
-        assert sorted(found) == sorted(batch.proximal_log_probs[mini_batch.rows].tolist())
+        assert sorted(found) == sorted(batch.old_log_probs[mini_batch.rows].tolist())
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=str)
@@ -161,6 +162,6 @@ def test_a_rank_of_the_actor_gets_what_is_two_fields_once(
     mini_batches = plan_mini_batches(
         batch.response_mask, batch.loss_mask, rows_per_mini_batch=6, epochs=1, shuffle=False, seed=1
     )
-    group.update(batch, mini_batches, LIMITS[0], UpdateRequest(RolloutCorrectionConfig(), 0))
+    group.update(batch, mini_batches, LIMITS[0], UpdateRequest(correction_mode(RolloutCorrectionConfig()), 0))
     (rows,) = arrived
     assert rows.columns["loss_mask"] is rows.columns["response_mask"]
