@@ -24,6 +24,7 @@ from verl_rc.trainer.cluster.remote import wait_for_all
 from verl_rc.trainer.services import Services
 from verl_rc.trainer.setup import open_run
 from verl_rc.trainer.step_record import StepRecord
+from verl_rc.trainer.train import finish_step
 from verl_rc.trainer.weights import Publisher
 
 
@@ -32,7 +33,12 @@ class RealRun:
     """A run that is open."""
 
     services: Services
-    state: RunState
+    states: list[RunState]
+    """Those after each step so far."""
+
+    @property
+    def state(self) -> RunState:
+        return self.states[-1]
 
     @property
     def publisher(self) -> Publisher:
@@ -53,7 +59,8 @@ def open_faulty_run(task: dict[str, Path], folder: Path, *overrides: str) -> Ite
         with open_run(
             config, start_ray_in_background(config.ray_kwargs.ray_init, config.num_processes)
         ) as parts:
-            yield RealRun(*parts)
+            services, state = parts
+            yield RealRun(services, [state])
 
 
 def real_step(run: RealRun) -> dict[str, Any]:
@@ -65,8 +72,13 @@ def real_step(run: RealRun) -> dict[str, Any]:
         began."""
         publisher.publish(state.step, StepRecord())
 
+    def finish(services: Services, state: RunState, record: StepRecord) -> None:
+        run.states.append(state)
+        finish_step(services, state, record)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "start", publish)
+        patch.setattr(train, "finish_step", finish)
         try:
             train.train(replace(run.services, total_steps=run.state.step + 1), run.state)
         finally:  # the engines outlive a step that fails while they sample

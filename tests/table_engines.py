@@ -125,8 +125,8 @@ def sample(run: Any) -> tuple[Samples, dict[str, float]]:
     """What the first step trains on, and its metrics once its books are closed."""
     record = StepRecord()
     supply = new_supply(run, RunState())
-    batch = supply.take(record)
+    batch = supply.take(1, record)
     assert run.engines.asleep
     record.ledger.book({"trained": batch.num_tokens})
-    supply.close_step(record)
+    supply.close_step(1, record)
     return batch, {**record.metrics(), **record.ledger.balanced_metrics()}

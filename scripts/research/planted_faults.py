@@ -37,7 +37,7 @@ from verl_rc.runtime.weight_sync.proof import LoadReceipt
 from verl_rc.runtime.weight_sync.transfer_group import TransferAddress
 from verl_rc.runtime.workers.policy_worker import PolicyWorker
 from verl_rc.tensor_ops import logprobs
-from verl_rc.trainer import train as loop
+from verl_rc.trainer import stages
 from verl_rc.trainer.cluster.model_groups import ActorGroup
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
@@ -321,11 +321,11 @@ class PlantedPolicyWorker(PolicyWorker):
             log_probs = log_probs.masked_fill(struck, torch.nan)
         return [log_probs, *others]
 
-    def score(self, part: TrainBatch, with_sum_pi_squared: bool = False) -> TokenScores:
+    def score(self, part: TrainBatch, *asked_for: bool) -> TokenScores:
         """Current log-probs behind other prompts."""
         changed = part.clone()
         changed.tokens = self._other(part.tokens)
-        return super().score(changed, with_sum_pi_squared)
+        return super().score(changed, *asked_for)
 
     def _other(self, tokens: TokenBatch) -> TokenBatch:
         other = tokens.clone()
@@ -336,7 +336,7 @@ class PlantedPolicyWorker(PolicyWorker):
 
 def _shift_mask() -> None:
     """Let the loss look one token to the right of what was sampled."""
-    build = loop.build_train_batch
+    build = stages.build_train_batch
 
     def build_and_shift(*arguments: Any) -> Any:
         step = build(*arguments)
@@ -344,7 +344,7 @@ def _shift_mask() -> None:
         batch.loss_mask = torch.nn.functional.pad(batch.loss_mask[:, :-1], (1, 0), value=False)
         return replace(step, batch=batch)
 
-    loop.build_train_batch = build_and_shift
+    stages.build_train_batch = build_and_shift
 
 
 def start(fault: str, overrides: Sequence[str]) -> None:

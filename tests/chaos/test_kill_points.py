@@ -54,7 +54,7 @@ LIVES = (
     Life("driver", f"{DECIDE}:score", 1, "before", 0),
     Life("actor", f"{SUPPLY}:Supply.take", 1, "before", 0),
     Life("driver", f"{CHECKPOINTS}:check_settings", 1, "after", 0),
-    Life("driver", f"{STAGES}:record_batch", 1, "after", 0),
+    Life("driver", f"{STAGES}:correct", 1, "after", 0),
     Life("driver", f"{STORE}:CheckpointStore.begin", 1, "after", 0),
 )
 LIVES_WITH_ASYNC_SAVE = (

@@ -28,7 +28,7 @@ from verl_rc.records.batches import TrainBatch
 from verl_rc.records.fingerprints import TokensChangedError
 from verl_rc.runtime.distributed.child_process import RemoteError
 from verl_rc.runtime.weight_sync.proof import SyncProofError
-from verl_rc.trainer import train
+from verl_rc.trainer import stages
 from verl_rc.trainer.step_record import StepRecord
 from verl_rc.trainer.stop import StoppedByAlertError, StopRequest
 
@@ -42,7 +42,7 @@ def stepped_run(faulty_run: RealRun) -> Iterator[RealRun]:
     """The run after an update that is not published yet; healed afterwards."""
     publisher, state = faulty_run.publisher, faulty_run.state
     publisher.publish(state.step, StepRecord())
-    state.canary_gap_limit = publisher.canary_gap_limit
+    faulty_run.states.append(replace(state, canary_gap_limit=publisher.canary_gap_limit))
     move_weights(faulty_run, LEARNING_RATE)
     yield faulty_run
     plant(faulty_run, None)
@@ -153,7 +153,7 @@ def test_a_batch_that_is_spoilt_between_sampling_and_update(
     error: type[Exception],
     message: str,
 ) -> None:
-    build = train.build_train_batch
+    build = stages.build_train_batch
 
     def build_and_spoil(*arguments: object) -> object:
         step = build(*arguments)
@@ -161,7 +161,7 @@ def test_a_batch_that_is_spoilt_between_sampling_and_update(
         spoil(batch)
         return replace(step, batch=batch)
 
-    monkeypatch.setattr(train, "build_train_batch", build_and_spoil)
+    monkeypatch.setattr(stages, "build_train_batch", build_and_spoil)
     before = weights_of(stepped_run)
     with pytest.raises(error, match=message):
         real_step(with_values(stepped_run, NO_CANARY))
@@ -177,7 +177,7 @@ def alerting(run: RealRun, action: str, kind: str) -> RealRun:
         )
     state = replace(run.state, rewards=RewardHistory().with_scores(torch.full((16,), 100.0), window=1))
     alert = with_values(run, {**NO_CANARY, **values, "trainer.alerts.reward_window": 1}, stop=StopRequest())
-    return replace(alert, state=state)
+    return replace(alert, states=[state])
 
 
 def alerts_of(run: RealRun) -> list[dict[str, Any]]:

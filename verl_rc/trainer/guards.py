@@ -14,9 +14,8 @@ from verl_rc.metrics import Metric, Reduction
 from verl_rc.metrics.sinks import Tracker
 from verl_rc.records.batches import RolloutBatch, TrainBatch
 from verl_rc.records.fingerprints import require_sampled_tokens
-from verl_rc.records.samples import Samples
 from verl_rc.runtime.exact.demand import require_equal
-from verl_rc.trainer.step_record import StepRecord
+from verl_rc.trainer.step_record import Step, StepRecord
 from verl_rc.trainer.stop import StopRequest
 
 _SKIPPED = "this step's updates are left out; the next publication empties the engines' caches"
@@ -34,11 +33,9 @@ class Guards:
     def decide_update(
         self,
         rewards: RewardHistory,
-        samples: Samples,
         scored: ScoredStep,
         findings: Findings,
-        record: StepRecord,
-        step: int,
+        step: Step,
     ) -> bool:
         """Judge the step and act on the findings; returns whether its updates are made. A batch that is not
         trained on is booked as withheld.
@@ -46,23 +43,25 @@ class Guards:
         Raises ``TokensChangedError`` when a row does not hold what the engines returned, and ``LedgerError``
         when the batch does not hold all that they sampled for it.
         """
-        batch = scored.batch
+        batch, fingerprints, record = scored.batch, scored.samples.rollouts.fingerprints, step.record
         with record.stage("adv"):
             record.ledger.require_in_batch(int(torch.count_nonzero(batch.response_mask)))
-            assert samples.rollouts.fingerprints is not None
-            require_sampled_tokens(samples.rollouts.fingerprints, batch.tokens, batch.response_mask)
+            assert fingerprints is not None
+            require_sampled_tokens(fingerprints, batch.tokens, batch.response_mask)
         collapse = rewards.collapse(self._alerts.reward_window, self._alerts.reward_drop)
         record.add({"alerts/reward_collapse": float(collapse is not None)})
         is_allowed = True
         if collapse is not None:
-            is_allowed = self._act(self._alerts.reward_collapse, "the reward has collapsed", collapse, step)
-        is_allowed = self.act(findings, record, step) and is_allowed
+            is_allowed = self._act(
+                self._alerts.reward_collapse, "the reward has collapsed", collapse, step.number
+            )
+        is_allowed = self.act(findings, step) and is_allowed
         record.add({"alerts/withheld_updates": float(not is_allowed)})
         if not is_allowed:
             withhold(batch, record)
         return is_allowed
 
-    def act(self, findings: Findings, record: StepRecord, step: int) -> bool:
+    def act(self, findings: Findings, step: Step) -> bool:
         """Act on mismatch, gap and cause; returns whether they allow an update.
 
         Where the actor corrects, they are known only after the update.
@@ -70,9 +69,9 @@ class Guards:
         if findings.k3_kl is None:
             return True
         allowed = [
-            self._act_on_mismatch(findings.k3_kl, record, step),
-            self._act_on_gap(findings, record, step),
-            self._act_on_cause(findings.has_cause, step),
+            self._act_on_mismatch(findings.k3_kl, step.record, step.number),
+            self._act_on_gap(findings, step.record, step.number),
+            self._act_on_cause(findings.has_cause, step.number),
         ]
         return all(allowed)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,13 +144,13 @@ def open_run(
             total_steps=total_steps,
             block_size=engine.block_size,
         )
-        yield services, state
+        yield services, replace(state, tracker_run_id=tracker.run_id)  # a resumed run goes on in W&B's run
 
 
 def _open_tracker(config: RunConfig, folder: Path, total_steps: int, state: RunState) -> Tracker:
-    """The sinks of ``trainer.logger``, which go on where ``state`` stopped; it keeps the id of W&B's run."""
+    """The sinks of ``trainer.logger``, which go on where ``state`` stopped."""
     with _as_config_errors():
-        tracker = open_tracker(
+        return open_tracker(
             config.trainer,
             folder,
             public_values(config),
@@ -157,8 +158,6 @@ def _open_tracker(config: RunConfig, folder: Path, total_steps: int, state: RunS
             steps_done=state.step,
             run_id=state.tracker_run_id,
         )
-    state.tracker_run_id = tracker.run_id
-    return tracker
 
 
 def _write_plan_of_run(config: RunConfig, folder: Path) -> None:

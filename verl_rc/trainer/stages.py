@@ -9,26 +9,21 @@ import torch
 
 from verl_rc.algorithm.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
 from verl_rc.algorithm.ppo.choices import log_prob_limit, update_limit
-from verl_rc.algorithm.ppo.control import Control
 from verl_rc.algorithm.ppo.mini_batches import plan_mini_batches
-from verl_rc.algorithm.ppo.modes import Mode
-from verl_rc.algorithm.ppo.train_batch import ScoredStep, critic_batch
+from verl_rc.algorithm.ppo.train_batch import ScoredStep, build_train_batch, critic_batch
 from verl_rc.algorithm.supply.ledger import accounts_of_update
 from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.records.batches import PolicyEvaluations, RolloutBatch, TrainBatch
 from verl_rc.records.optimizer_step import OptimizerStep
 from verl_rc.records.samples import Samples
-from verl_rc.runtime.checkpoint import RunState
 from verl_rc.runtime.rollout.sampling import request_seed
 from verl_rc.runtime.workers.updates import ActorReport, UpdateRequest
 from verl_rc.trainer.guards import require_exact
 from verl_rc.trainer.services import Services
-from verl_rc.trainer.step_record import StepRecord
+from verl_rc.trainer.step_record import Step, StepRecord
 
 
-def evaluate(
-    services: Services, rollouts: RolloutBatch, mode: Mode, step: int, record: StepRecord
-) -> PolicyEvaluations:
+def evaluate(services: Services, rollouts: RolloutBatch, step: Step) -> PolicyEvaluations:
     """Evaluate the sampled tokens with the trainer's models: proximal policy, frozen policies and critic, as
     far as the run needs them."""
     rollout = services.config.actor_rollout_ref.rollout
@@ -43,11 +38,11 @@ def evaluate(
             "sets: the trainer would score them over the whole vocabulary. Drop "
             "actor_rollout_ref.rollout.top_p, top_k and min_p."
         )
-    proximal = _proximal_policy(services, rollouts, mode, step, record)
-    frozen = _frozen_policies(services, rollouts, record)
+    proximal = _proximal_policy(services, rollouts, step)
+    frozen = _frozen_policies(services, rollouts, step.record)
     values = None
     if services.critic is not None:
-        values = record.timed(
+        values = step.record.timed(
             "values",
             services.critic.compute_values,
             rollouts.tokens,
@@ -84,24 +79,23 @@ def _frozen_policies(services: Services, rollouts: RolloutBatch, record: StepRec
     return fields
 
 
-def _proximal_policy(
-    services: Services, rollouts: RolloutBatch, mode: Mode, step: int, record: StepRecord
-) -> dict[str, Any]:
-    """What ``PolicyEvaluations`` hold of the proximal policy, by field; nothing where ``mode`` does not need
-    it.
+def _proximal_policy(services: Services, rollouts: RolloutBatch, step: Step) -> dict[str, Any]:
+    """What ``PolicyEvaluations`` hold of the proximal policy, by field; nothing where the mode of correction
+    does not need it.
 
     Raises ``InexactError`` when they differ from the engine's in exact mode.
     """
-    if not mode.evaluates_proximal(step) and not services.config.actor_rollout_ref.exact:
+    is_read = step.mode.evaluates_proximal(step.number)
+    if not is_read and not services.config.actor_rollout_ref.exact:
         return {}
-    scores = record.timed(
+    scores = step.record.timed(
         "old_log_prob",
         services.actor.compute_log_probs,
         rollouts.tokens,
         log_prob_limit(services.config.actor_rollout_ref.rollout),
     )
-    require_exact(services.config, scores.log_probs, rollouts, step - 1, f"step {step}")
-    if not mode.evaluates_proximal(step):  # they were compared, no more
+    require_exact(services.config, scores.log_probs, rollouts, step.number - 1, f"step {step.number}")
+    if not is_read:  # they were compared, no more
         return {}
     return {
         "proximal_log_probs": scores.log_probs,
@@ -111,91 +105,76 @@ def _proximal_policy(
     }
 
 
-def record_batch(
-    services: Services,
-    samples: Samples,
-    evaluations: PolicyEvaluations,
-    scored: ScoredStep,
-    control: Control,
-    record: StepRecord,
-    step: int,
-) -> None:
-    """Record the metrics of a batch before the update, and write its samples as JSON lines to
-    ``trainer.rollout_data_dir`` where that is set."""
-    data = services.config.data
-    rollouts = samples.rollouts
-    folder = services.config.trainer.rollout_data_dir
-    record.add(
-        batch_metrics(
-            scored,
-            samples.scores,
-            rollouts,
-            data.max_response_length,
-            data.max_prompt_length,
+def correct(services: Services, samples: Samples, evaluations: PolicyEvaluations, step: Step) -> ScoredStep:
+    """Rewards, advantages and, in the driver's mode, rollout correction: the batch to train on. Records its
+    metrics, and writes its samples as JSON lines to ``trainer.rollout_data_dir`` where that is set."""
+    config, record = services.config, step.record
+    with record.stage("adv"):
+        scored = build_train_batch(
+            samples,
+            evaluations,
+            config.algorithm,
+            step.mode,
+            step.control.kl_coef,
+            step.number - 1,
+            config.async_training.max_token_age,
         )
-    )
+    record.add(batch_metrics(scored, config.data.max_response_length, config.data.max_prompt_length))
     if scored.correction is not None:
-        record.add(policy_gap_metrics(rollouts, evaluations))
+        record.add(policy_gap_metrics(samples.rollouts, evaluations))
     if scored.reward_kl is not None:
-        coefficient = control.kl_coef
+        coefficient = step.control.kl_coef
         record.add(
             {"actor/reward_kl_penalty": scored.reward_kl, "actor/reward_kl_penalty_coeff": coefficient}
         )
-    if folder is not None:
+    if config.trainer.rollout_data_dir is not None:
         with record.stage("dump_rollout_generations"):
-            write_samples(folder, samples, step)
+            write_samples(config.trainer.rollout_data_dir, samples, step.number)
+    return scored
 
 
-def update_critic(
-    services: Services,
-    scored: ScoredStep,
-    evaluations: PolicyEvaluations,
-    step: int,
-    record: StepRecord,
-) -> list[OptimizerStep]:
+def update_critic(services: Services, scored: ScoredStep, step: Step) -> list[OptimizerStep]:
     """One optimizer step per mini-batch and epoch, none without a critic; returns what became of them."""
     if services.critic is None:
         return []
     critic = services.config.critic
-    rows = critic_batch(scored, evaluations)
-    record.add(critic_metrics(rows))
+    rows = critic_batch(scored)
+    step.record.add(critic_metrics(rows))
     mini_batches = plan_mini_batches(
         rows.response_mask,
         rows.response_mask,
         rows_per_mini_batch=critic.ppo_mini_batch_size * services.config.actor_rollout_ref.rollout.n,
         epochs=critic.ppo_epochs,
         shuffle=critic.shuffle,
-        seed=request_seed({"seed": services.config.trainer.seed, "step": step}),
+        seed=request_seed({"seed": services.config.trainer.seed, "step": step.number}),
     )
-    report = record.timed("update_critic", services.critic.update, rows, mini_batches, update_limit(critic))
-    record.add_records(report.metrics)
+    report = step.record.timed(
+        "update_critic", services.critic.update, rows, mini_batches, update_limit(critic)
+    )
+    step.record.add_records(report.metrics)
     return report.steps
 
 
-def update_actor(
-    services: Services,
-    state: RunState,
-    batch: TrainBatch,
-    mode: Mode,
-    record: StepRecord,
-) -> ActorReport:
-    """One optimizer step per mini-batch and epoch."""
+def update_actor(services: Services, gap_limit: float | None, batch: TrainBatch, step: Step) -> ActorReport:
+    """One optimizer step per mini-batch and epoch. ``gap_limit`` is the calibrated limit of the mean gap,
+    nats; None before it is calibrated."""
     actor, rollout = services.config.actor_rollout_ref.actor, services.config.actor_rollout_ref.rollout
+    record = step.record
     mini_batches = plan_mini_batches(
         batch.response_mask,
         batch.loss_mask,
         rows_per_mini_batch=actor.ppo_mini_batch_size * rollout.n,
         epochs=actor.ppo_epochs,
         shuffle=actor.shuffle,
-        seed=request_seed({"seed": services.config.trainer.seed, "step": state.step + 1}),
-        denominator=mode.config.rejection_denominator,
+        seed=request_seed({"seed": services.config.trainer.seed, "step": step.number}),
+        denominator=step.mode.config.rejection_denominator,
     )
     is_limited = services.config.async_training.is_synchronous
     request = UpdateRequest(
-        mode,
-        policy_version=state.step,
-        gap_limit=services.gap_limit.fault(state.rollout_gap_limit) if is_limited else None,
-        measures_survival=services.is_due(rollout.sync_proof.survival_freq, state.step + 1),
+        step.mode,
+        policy_version=step.number - 1,
+        gap_limit=services.gap_limit.fault(gap_limit) if is_limited else None,
+        measures_survival=services.is_due(rollout.sync_proof.survival_freq, step.number),
     )
     report = record.timed(
         "update_actor",

@@ -1,4 +1,5 @@
-"""The measurements of one step: seconds per stage, busy seconds of the workers, metrics; and a slow stage."""
+"""A step of the loop, and its measurements: seconds per stage, busy seconds of the workers, metrics; and a
+slow stage."""
 
 import math
 import os
@@ -9,11 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
+from verl_rc.algorithm.ppo.control import Control
+from verl_rc.algorithm.ppo.modes import Mode, correction_mode
 from verl_rc.algorithm.supply.ledger import Ledger
+from verl_rc.config.run import RunConfig
 from verl_rc.metrics import Metric, reduce_metrics
 from verl_rc.metrics.sinks import Tracker
 from verl_rc.metrics.trace import TRACE
 from verl_rc.records.batches import Timed
+from verl_rc.runtime.checkpoint import RunState
 from verl_rc.runtime.workers.host import usable_cores
 from verl_rc.trainer.cluster.placement import Placement
 from verl_rc.trainer.log import log
@@ -22,6 +27,28 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _PER_TOKEN_STAGES = ("gen", "ref", "teacher", "values", "adv", "update_critic", "update_actor")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of the loop."""
+
+    number: int
+    """From 1: the version of the weights after it."""
+    control: Control
+    """The adaptive numbers in force."""
+    mode: Mode
+    """The mode of rollout correction, with the threshold in force."""
+    record: "StepRecord"
+    """What is measured."""
+
+    @classmethod
+    def after(cls, state: RunState, config: RunConfig) -> "Step":
+        """The step that follows ``state``; its clock begins."""
+        control = Control.from_config(config.algorithm, state.control)
+        correction = control.correction(config.algorithm.rollout_correction)
+        mode = correction_mode(correction, by_age=not config.async_training.is_synchronous)
+        return cls(state.step + 1, control, mode, StepRecord())
 
 
 @dataclass(frozen=True)

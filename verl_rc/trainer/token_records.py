@@ -11,20 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_rc.algorithm.ppo.control import Control
 from verl_rc.algorithm.ppo.train_batch import ScoredStep
 from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.config.schema import public_values
 from verl_rc.correction.log_ratio import LogRatio
 from verl_rc.metrics.json_lines import set_aside
-from verl_rc.records.batches import PolicyEvaluations, RolloutBatch, unpadded
+from verl_rc.records.batches import RolloutBatch, unpadded
 from verl_rc.records.rollout_batch import at_turn_ends
 from verl_rc.records.samples import Samples
 from verl_rc.records.token_records.token_parquet import set_aside_later, thin_out, write_record
 from verl_rc.records.token_records.token_record import FOLDER, PIECES, Array, TokenRecord, class_of
 from verl_rc.runtime.rollout.sampling import request_seed
 from verl_rc.trainer.services import Services
-from verl_rc.trainer.step_record import StepRecord
+from verl_rc.trainer.step_record import Step
 
 MOST_FILES = 512
 _KEPT = ("first", "checkpoint", "alert")
@@ -71,23 +70,15 @@ class TokenRecorder:
         set_aside_later(self._folder, steps_done)
         set_aside(self._folder / PIECES)
 
-    def write(
-        self,
-        samples: Samples,
-        evaluations: PolicyEvaluations,
-        scored: ScoredStep,
-        control: Control,
-        record: StepRecord,
-        step: int,
-    ) -> None:
+    def write(self, scored: ScoredStep, step: Step) -> None:
         """Write the record of a step, if one is due."""
-        why = self._reason(step)
+        why = self._reason(step.number)
         if why is None:
             return
         self._claim.require()
-        with record.stage("token_records"):
+        with step.record.stage("token_records"):
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_record(self._folder, self._record(samples, evaluations, scored, control, step, why))
+            write_record(self._folder, self._record(scored, step, why))
             thin_out(self._folder, self._settings.max_megabytes << 20, MOST_FILES, _KEPT)
 
     def _reason(self, step: int) -> str | None:
@@ -105,19 +96,11 @@ class TokenRecorder:
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
-    def _record(
-        self,
-        samples: Samples,
-        evaluations: PolicyEvaluations,
-        scored: ScoredStep,
-        control: Control,
-        step: int,
-        why: str,
-    ) -> TokenRecord:
-        config = self._services.config
-        rollouts = samples.rollouts
-        squares = _squares(evaluations.proximal_log_probs, rollouts)
-        seed = request_seed({"seed": config.trainer.seed, "step": step, "token_records": 1})
+    def _record(self, scored: ScoredStep, step: Step, why: str) -> TokenRecord:
+        samples, rollouts = scored.samples, scored.samples.rollouts
+        squares = _squares(scored.evaluations.proximal_log_probs, rollouts)
+        seed = self._services.config.trainer.seed
+        seed = request_seed({"seed": seed, "step": step.number, "token_records": 1})
         num_rows = len(samples) if why == "full" else self._settings.rows_per_step
         recorded = RecordedRows.choose(squares, num_rows, seed)
         lengths = rollouts.tokens.response_lengths[recorded.rows]
@@ -127,23 +110,23 @@ class TokenRecorder:
             flat: Array = values[recorded.rows][written].numpy()
             return flat
 
-        columns = dict(_token_columns(samples, evaluations, scored))
+        columns = dict(_token_columns(scored))
         tokens = {name: tokens_of(values) for name, values in columns.items()}
         ids = tokens_of(rollouts.tokens.responses)
         prompts = [np.asarray(prompt) for prompt in _prompts(samples, recorded.rows)]
         contents = self._settings.contents
         tokens["token_class"] = self._token_classes(
-            ids, prompts if contents == "full" else [], contents != "numbers_only", step
+            ids, prompts if contents == "full" else [], contents != "numbers_only", step.number
         )
         if contents != "numbers_only":
             tokens["response_ids"] = ids
         return TokenRecord(
             {
                 **self._facts,
-                "correction": control.correction(config.algorithm.rollout_correction).model_dump(mode="json"),
-                "step": step,
+                "correction": step.mode.config.model_dump(mode="json"),
+                "step": step.number,
                 "why": why,
-                "current_version": step - 1,
+                "current_version": step.number - 1,
                 "rows_of_batch": len(samples),
                 "tokens_of_batch": samples.num_tokens,
             },
@@ -202,11 +185,10 @@ def _squares(proximal: Tensor | None, rollouts: RolloutBatch) -> Tensor:
     return torch.where(is_finite, ratio.sequence_sums(ratio.values.double().square()), torch.inf)
 
 
-def _token_columns(
-    samples: Samples, evaluations: PolicyEvaluations, scored: ScoredStep
-) -> Iterator[tuple[str, Tensor]]:
+def _token_columns(scored: ScoredStep) -> Iterator[tuple[str, Tensor]]:
     """Tensors ``[B, R]`` by column, those of the correction where the driver makes it."""
-    rollouts, batch = samples.rollouts, scored.batch
+    samples, evaluations, batch = scored.samples, scored.evaluations, scored.batch
+    rollouts = samples.rollouts
     yield "response_mask", rollouts.response_mask
     yield "rollout_log_prob", rollouts.rollout_log_probs
     yield "advantage", batch.advantages

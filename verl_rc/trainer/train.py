@@ -1,15 +1,35 @@
-"""THE LOOP. Generate, reward, evaluate, correct, update, sync, validate, log: open this file first."""
+"""THE LOOP of a run: open this file first.
+
+    prompts ─> supply.take ──────> scored samples        gen, reward: engines sample, the driver scores
+                  │
+               stages.evaluate ──> evaluations           old_log_prob, ref, teacher, values
+                  │
+               stages.correct ───> batch to train on     adv: advantages, and correction in the driver
+                  │
+               judge, guards ────> findings              is the step fit to train on?
+                  │
+               update ───────────> new weights           update_critic, update_actor
+                  │
+               supply.publish ───> engines               update_weights, sync_canary
+                  │
+               validate, finish ─> metrics, checkpoint   testing, save_checkpoint
+
+The words on the right are those of ``timing_s/*``.
+"""
 
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 
-from verl_rc.algorithm.health.guards import count_nonfinite_updates, count_skipped_updates
-from verl_rc.algorithm.ppo.control import Control
+from verl_rc.algorithm.health.findings import Findings
+from verl_rc.algorithm.health.guards import (
+    LeftOutUpdates,
+    count_nonfinite_updates,
+    count_skipped_updates,
+)
 from verl_rc.algorithm.ppo.in_actor import Measured
-from verl_rc.algorithm.ppo.modes import Mode, correction_mode
-from verl_rc.algorithm.ppo.train_batch import ScoredStep, build_train_batch
+from verl_rc.algorithm.ppo.train_batch import ScoredStep
 from verl_rc.config.folder_owner import OWNER_FILE
 from verl_rc.config.run import RunConfig
-from verl_rc.records.batches import PolicyEvaluations
 from verl_rc.runtime.checkpoint import RunState
 from verl_rc.trainer import checkpoints, guards, stages
 from verl_rc.trainer.cluster.remote import beside_ranks
@@ -19,7 +39,7 @@ from verl_rc.trainer.log import log
 from verl_rc.trainer.report_at_end import draw_curves, report_at_end
 from verl_rc.trainer.services import Services
 from verl_rc.trainer.setup import open_run
-from verl_rc.trainer.step_record import Pace, StepRecord
+from verl_rc.trainer.step_record import Pace, Step, StepRecord
 from verl_rc.trainer.supply.supply import Supply
 from verl_rc.trainer.token_records import TokenRecorder
 from verl_rc.trainer.weights import Publisher
@@ -36,9 +56,8 @@ def main(config: RunConfig, ray_started: "Future[None]") -> None:
         train(services, state)
 
 
-def train(services: Services, state: RunState) -> None:
-    """The training loop: one pass per step, one stage per line. What changes ``state`` assigns to it, here or
-    in ``update``."""
+def train(services: Services, state: RunState) -> RunState:
+    """The training loop: one pass per step. Returns the state after the last step."""
     config, trainer = services.config, services.config.trainer
     publisher = Publisher(services, state)
     supply = Supply(services, state, publisher)
@@ -46,56 +65,43 @@ def train(services: Services, state: RunState) -> None:
     pace = Pace()
     first_accuracy, last_accuracy = start(services, state, publisher), None
     if trainer.val_only:
-        return
+        return state
     if state.step >= services.total_steps:
         log("all %d steps are done: raise trainer.total_training_steps to go on", services.total_steps)
     while state.step < services.total_steps:
-        step = state.step + 1
-        record = StepRecord()
-        control = Control.from_config(config.algorithm, state.control)
-        mode = correction_mode(
-            control.correction(config.algorithm.rollout_correction),
-            by_age=not config.async_training.is_synchronous,
-        )
-        samples = supply.take(record)
+        step = Step.after(state, config)
+        samples = supply.take(step.number, step.record)
         with beside_ranks(supply.decide_ended_groups):
-            evaluations = stages.evaluate(services, samples.rollouts, mode, step, record)
-            with record.stage("adv"):
-                scored = build_train_batch(
-                    samples,
-                    evaluations,
-                    config.algorithm,
-                    mode,
-                    control.kl_coef,
-                    state.step,
-                    config.async_training.max_token_age,
-                )
-            stages.record_batch(services, samples, evaluations, scored, control, record, step)
-            findings = judge(services, state, scored.measured, control, record)
-            state.health, state.rollout_gap_limit = findings.health, findings.next_gap_limit
-            state.rewards = state.rewards.with_scores(samples.scores, trainer.alerts.reward_window)
-            updated = (
-                update(services, state, scored, evaluations, control, mode, record)
-                if services.guards.decide_update(state.rewards, samples, scored, findings, record, step)
-                else None
-            )
-        state.control = (
-            control.after_penalty(scored.reward_kl, len(samples))
-            .after_correction(scored.measured or updated)
-            .state
+            evaluations = stages.evaluate(services, samples.rollouts, step)
+            scored = stages.correct(services, samples, evaluations, step)
+            before = Findings(state.rollout_gap_limit, state.health)
+            findings = judge(services, before, scored.measured, step)
+            rewards = state.rewards.with_scores(samples.scores, trainer.alerts.reward_window)
+            updated = Updated(findings, state.left_out)
+            if services.guards.decide_update(rewards, scored, findings, step):
+                updated = update(services, updated, scored, step)
+        if services.is_due(config.async_training.trigger_parameter_sync_step, step.number):
+            supply.publish(step.number, step.record)
+        if services.is_due(trainer.test_freq, step.number):
+            last_accuracy = validate(services, publisher, step.record, step.number)
+        supply.admit(step.record)
+        health = judge_health(services.tracker, updated.findings.health, step)
+        recorder.write(scored, step)
+        control = step.control.after_penalty(scored.reward_kl, len(samples))
+        state = replace(
+            state,
+            step=step.number,
+            supply=supply.close_step(step.number, step.record),
+            prompts=services.prompts.state_dict(),
+            control=control.after_correction(scored.measured or updated.measured).state,
+            rollout_gap_limit=updated.findings.next_gap_limit,
+            canary_gap_limit=publisher.canary_gap_limit,
+            left_out=updated.left_out,
+            rewards=rewards,
+            health=health,
         )
-        if services.is_due(config.async_training.trigger_parameter_sync_step, step):
-            supply.publish(step, record)
-        if services.is_due(trainer.test_freq, step):
-            last_accuracy = validate(services, publisher, record, step)
-        supply.admit(record)
-        state.health = judge_health(services.tracker, state.health, record, step)
-        recorder.write(samples, evaluations, scored, control, record, step)
-        state.supply = supply.close_step(record)
-        state.prompts, state.canary_gap_limit = services.prompts.state_dict(), publisher.canary_gap_limit
-        state.step = step
-        finish_step(services, state, record)
-        pace = pace.after_step(record.seconds, step, services.placement)
+        finish_step(services, state, step.record)
+        pace = pace.after_step(step.record.seconds, step.number, services.placement)
     log(
         "written to %s: %s",
         services.folder,
@@ -104,44 +110,39 @@ def train(services: Services, state: RunState) -> None:
     log("training curves: %s", draw_curves(services.folder))
     if first_accuracy is not None and last_accuracy is not None:
         log("validation accuracy: %.3f -> %.3f", first_accuracy, last_accuracy)
+    return state
 
 
-def update(
-    services: Services,
-    state: RunState,
-    scored: ScoredStep,
-    evaluations: PolicyEvaluations,
-    control: Control,
-    mode: Mode,
-    record: StepRecord,
-) -> Measured | None:
-    """Update the critic, and the actor once the critic's warm-up is over.
+@dataclass(frozen=True)
+class Updated:
+    """What is known after the updates of a step."""
 
-    Returns what rollout correction in the actor measured, None where the driver corrects.
-    """
-    config = services.config
-    step = state.step + 1
-    correction = config.algorithm.rollout_correction
-    limit = config.trainer.max_nonfinite_updates
-    critic_steps = stages.update_critic(services, scored, evaluations, step, record)
-    state.nonfinite_critic_updates = count_nonfinite_updates(
-        state.nonfinite_critic_updates, "critic", critic_steps, limit
+    findings: Findings
+    left_out: LeftOutUpdates
+    measured: Measured | None = None
+    """What rollout correction in the actor measured. None where the driver corrects."""
+
+
+def update(services: Services, before: Updated, scored: ScoredStep, step: Step) -> Updated:
+    """Update the critic, and the actor once the critic's warm-up is over."""
+    trainer, correction = services.config.trainer, services.config.algorithm.rollout_correction
+    limit, left_out = trainer.max_nonfinite_updates, before.left_out
+    critic_steps = stages.update_critic(services, scored, step)
+    nonfinite = count_nonfinite_updates(left_out.nonfinite_critic, "critic", critic_steps, limit)
+    left_out = replace(left_out, nonfinite_critic=nonfinite)
+    if step.number < trainer.critic_warmup:
+        guards.withhold(scored.batch, step.record)
+        return replace(before, left_out=left_out)
+    report = stages.update_actor(services, before.findings.next_gap_limit, scored.batch, step)
+    left_out = replace(
+        left_out,
+        skipped=count_skipped_updates(left_out.skipped, report.loss_tokens, correction.max_skipped_updates),
+        nonfinite_actor=count_nonfinite_updates(left_out.nonfinite_actor, "actor", report.steps, limit),
     )
-    if step < config.trainer.critic_warmup:
-        guards.withhold(scored.batch, record)
-        return None
-    report = stages.update_actor(services, state, scored.batch, mode, record)
-    state.skipped_updates = count_skipped_updates(
-        state.skipped_updates, report.loss_tokens, correction.max_skipped_updates
-    )
-    state.nonfinite_actor_updates = count_nonfinite_updates(
-        state.nonfinite_actor_updates, "actor", report.steps, limit
-    )
-    if report.measured is not None:  # the actor has corrected
-        findings = judge(services, state, report.measured, control, record)
-        state.health, state.rollout_gap_limit = findings.health, findings.next_gap_limit
-        services.guards.act(findings, record, step)
-    return report.measured
+    findings = judge(services, before.findings, report.measured, step)
+    if report.measured is not None:
+        services.guards.act(findings, step)
+    return Updated(findings, left_out, report.measured)
 
 
 def finish_step(services: Services, state: RunState, record: StepRecord) -> None:

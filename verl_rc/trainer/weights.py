@@ -33,9 +33,8 @@ class Publisher:
     """Brings the actor's weights to the engines, with proof, also to those that replace lost ones."""
 
     def __init__(self, services: Services, state: RunState) -> None:
-        """``state`` holds the steps done, and the limit that canary tokens calibrated earlier."""
+        """``state`` holds the limit that canary tokens calibrated earlier."""
         self._services = services
-        self._state = state
         self.canary_gap_limit = state.canary_gap_limit
         """Limit of the mean gap of canary tokens, nats; None until the first canary calibrates it."""
         self._rollout = services.config.actor_rollout_ref.rollout
@@ -113,10 +112,9 @@ class Publisher:
         engine."""
         return self._services.engines.submit_to_each(self._canary_requests, self._canary_options)
 
-    def collect_canary(self, requests: Sequence[Sequence[Request]], record: StepRecord) -> None:
+    def collect_canary(self, requests: Sequence[Sequence[Request]], version: int, record: StepRecord) -> None:
         """Wait for the requests of ``submit_canary`` and judge their samples, while the trainer holds the
-        weights of that publication. Replaces lost engines."""
-        version = self._state.step
+        weights of ``version``, which was published then. Replaces lost engines."""
         with record.stage("sync_canary"):
             replace_lost = self.engine_replacer(version, record)
             samples = [

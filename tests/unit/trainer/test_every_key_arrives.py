@@ -18,7 +18,6 @@ from small_runs import ROOT
 from sound_run import sound_run
 
 from verl_rc.algorithm.losses import loss_options
-from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.config.algorithms import LossOptions
 from verl_rc.config.load import load_run_config
 from verl_rc.config.models import OptimConfig
@@ -31,7 +30,7 @@ from verl_rc.trainer import stages
 from verl_rc.trainer.cluster import placement, ray_session
 from verl_rc.trainer.cluster.ray_session import start_ray
 from verl_rc.trainer.services import Services
-from verl_rc.trainer.step_record import StepRecord
+from verl_rc.trainer.step_record import Step
 
 
 def load(overrides: str) -> RunConfig:
@@ -64,11 +63,10 @@ def mini_batches(config: RunConfig, update: Callable[..., None], monkeypatch: py
     monkeypatch.setattr(stages, "critic_batch", lambda *_: SimpleNamespace(response_mask=None))
     monkeypatch.setattr(stages, "critic_metrics", lambda _: {})
     batch = SimpleNamespace(response_mask=None, loss_mask=None)
-    mode = correction_mode(config.algorithm.rollout_correction)
-    arguments = (batch, SimpleNamespace(), 1) if update is stages.update_critic else (RunState(), batch, mode)
+    arguments = (batch,) if update is stages.update_critic else (None, batch)
     services = cast(Services, SimpleNamespace(config=config, critic=object()))
     with pytest.raises(InterruptedError):
-        update(services, *arguments, StepRecord())
+        update(services, *arguments, Step.after(RunState(), config))
     return seen[0]
 
 

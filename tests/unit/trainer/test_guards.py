@@ -1,6 +1,7 @@
 """What the guards let pass, what they leave out, and how they end a run."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,21 +15,19 @@ from verl_rc.algorithm.health.findings import Findings
 from verl_rc.algorithm.health.guards import RewardHistory
 from verl_rc.algorithm.health.ranges import HealthHistory
 from verl_rc.algorithm.health.signature_causes import RAW_OR_OTHER_TOKENS
-from verl_rc.algorithm.ppo.control import Control
 from verl_rc.algorithm.ppo.in_actor import Measured
 from verl_rc.algorithm.ppo.train_batch import ScoredStep
 from verl_rc.config.run import RunConfig
 from verl_rc.metrics.sinks import AlertCause
 from verl_rc.records.batches import RolloutBatch, TokenBatch, TrainBatch
 from verl_rc.records.fingerprints import TokensChangedError, fingerprints
-from verl_rc.records.samples import Samples
 from verl_rc.runtime.checkpoint import RunState
 from verl_rc.runtime.exact import InexactError
 from verl_rc.runtime.weight_sync.proof import GapLimit, LogProbGap
 from verl_rc.trainer.guards import Guards, require_exact, withhold
 from verl_rc.trainer.judge import judge, judge_health
 from verl_rc.trainer.services import Services
-from verl_rc.trainer.step_record import StepRecord
+from verl_rc.trainer.step_record import Step, StepRecord
 from verl_rc.trainer.stop import StoppedByAlertError, StopRequest
 
 BYPASS = "algorithm.rollout_correction.bypass_mode=True"
@@ -85,6 +84,11 @@ def findings(**found: Any) -> Findings:
     return Findings(None, HealthHistory(), **{"k3_kl": 0.01, **found})
 
 
+def step_of(run: Any, record: StepRecord, number: int = 3) -> Step:
+    step = Step.after(RunState(step=number - 1), run.config)
+    return replace(step, record=record)
+
+
 def look(
     run: Any, batch: TrainBatch, scores: Sequence[float], found: Findings | None = None
 ) -> tuple[bool, StepRecord]:
@@ -95,11 +99,9 @@ def look(
         rollouts=SimpleNamespace(fingerprints=numbers), scores=torch.tensor(list(scores))
     )
     record.ledger.add_sampled(int(sampled.response_mask.sum()))
-    scored_step = cast(ScoredStep, SimpleNamespace(batch=batch))
+    scored = cast(ScoredStep, SimpleNamespace(samples=samples, batch=batch))
     rewards = BEFORE.with_scores(samples.scores, window=1)
-    wanted = run.guards.decide_update(
-        rewards, cast(Samples, samples), scored_step, found or findings(), record, step=3
-    )
+    wanted = run.guards.decide_update(rewards, scored, found or findings(), step_of(run, record))
     return wanted, record
 
 
@@ -120,14 +122,15 @@ def test_a_changed_token_ends_the_run() -> None:
         look(make_run(), batch, [1.0, 1.0, 1.0])
 
 
-def judged(run: Any, state: RunState, measured: MagicMock, record: StepRecord) -> Findings:
-    """What is found of a step with these statistics and a gap of 0."""
-    control = Control.from_config(run.config.algorithm)
+def judged(run: Any, state: RunState, statistics: MagicMock) -> Findings:
+    """What is found of the step after ``state`` with these statistics and a gap of 0."""
+    before = Findings(state.rollout_gap_limit, state.health)
     with (
         patch("verl_rc.trainer.judge.HISTOGRAM_EDGES", ()),
         patch.object(LogProbGap, "from_statistics", return_value=LogProbGap(0.0, 0.0)),
     ):
-        return judge(cast(Services, run), state, Measured(measured, measured), control, record)
+        step = Step.after(state, run.config)
+        return judge(cast(Services, run), before, Measured(statistics, statistics), step)
 
 
 @pytest.mark.parametrize(
@@ -208,9 +211,9 @@ def test_a_cause_acts_from_its_second_step_until_it_is_gone(action: str, trains:
     for metrics in (COOLER, COOLER, {"rollout_corr/missing_mass": 0.0}):
         measured = MagicMock(k3_kl=0.01, nonfinite_fraction=0.0)
         measured.metrics.return_value = metrics
-        step = judged(run, state, measured, StepRecord())
-        state.health, state.step = step.health, state.step + 1
-        found.append(look(run, make_batch(), [1.0] * 3, step)[0])
+        judgement = judged(run, state, measured)
+        state = replace(state, health=judgement.health, step=state.step + 1)
+        found.append(look(run, make_batch(), [1.0] * 3, judgement)[0])
     assert found == [True, trains, True]
     assert run.tracker.alerts == [("gap: temperature", 2)]
     assert run.stop.requested is stops
@@ -223,14 +226,13 @@ def test_no_filter_is_blamed_that_the_configuration_says_is_mirrored() -> None:
     )
     measured.metrics.return_value = {"rollout_corr/missing_mass": 0.04, "rollout_corr/missing_mass_z": 80.0}
     run.gap_limit = GapLimit(plausible=1.0)
-    step = judged(run, RunState(), measured, StepRecord())
-    assert list(step.health.causes.episodes) == [RAW_OR_OTHER_TOKENS.name]
+    assert list(judged(run, RunState(), measured).health.causes.episodes) == [RAW_OR_OTHER_TOKENS.name]
 
 
 def test_of_signatures_the_table_of_causes_speaks() -> None:
     run, record = make_run(), StepRecord()
     record.add({**COOLER, "rollout_corr/lag": 1.0, "rollout_corr/nonfinite_token_fraction": 0.1})
-    judge_health(run.tracker, HealthHistory(), record, step=1)
+    judge_health(run.tracker, HealthHistory(), step_of(run, record, 1))
     (text,) = run.tracker.texts
     assert "nonfinite_token_fraction" in text
     assert "lag" not in text
@@ -248,7 +250,7 @@ def test_where_the_actor_corrects_the_mismatch_is_judged_after_the_update() -> N
     wanted, record = look(run, make_batch(), [1.0] * 3, findings(k3_kl=None))
     assert wanted
     assert record.values.get("alerts/mismatch") is None
-    run.guards.act(findings(k3_kl=0.5), record, step=3)
+    run.guards.act(findings(k3_kl=0.5), step_of(run, record))
     assert record.values.get("alerts/mismatch") == 1
     assert run.stop.requested
 

@@ -16,6 +16,7 @@ from formula_run import live
 from planned_runs import EMPTY_ROW, INPUTS, ROWS, config_of, scored_step
 
 from verl_rc.algorithm.ppo.control import Control
+from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.config.run import RunConfig
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.records.batches import PolicyEvaluations
@@ -26,7 +27,7 @@ from verl_rc.records.token_records.token_parquet import read_record, record_file
 from verl_rc.records.token_records.token_record import FOLDER, PIECES, TOKEN_CLASSES, TokenRecord, noise_scale
 from verl_rc.runtime.checkpoint import RunState, SavedRun
 from verl_rc.trainer.services import Services
-from verl_rc.trainer.step_record import StepRecord
+from verl_rc.trainer.step_record import Step, StepRecord
 from verl_rc.trainer.token_records import RecordedRows, TokenRecorder
 
 TOLD = [{"role": "user", "content": "h"}]
@@ -206,13 +207,12 @@ def recorded(
         stop_token_ids=stops,
         saves_at=lambda step: False,
     )
-    control, inputs = Control.from_config(config.algorithm), dataclasses.replace(INPUTS, samples=samples)
-    scored = scored_step(config, inputs)
+    mode = correction_mode(config.algorithm.rollout_correction)
     if config.algorithm.rollout_correction.mode != "decoupled":
         evaluations = PolicyEvaluations(batch_size=evaluations.batch_size)
-    TokenRecorder(cast(Services, services), 0).write(
-        samples, evaluations, scored, control, StepRecord(), step
-    )
+    scored = scored_step(config, dataclasses.replace(INPUTS, samples=samples, evaluations=evaluations))
+    control = Control.from_config(config.algorithm)
+    TokenRecorder(cast(Services, services), 0).write(scored, Step(step, control, mode, StepRecord()))
     return records(folder)[step]
 
 

@@ -10,7 +10,7 @@ class Findings:
     """What rollout correction shows of a step: before its update, or by it where the actor corrects."""
 
     next_gap_limit: float | None
-    """Limit of the mean gap for the next step, nats. None means not calibrated yet."""
+    """Limit of the mean gap from now on, nats. None means not calibrated yet."""
     health: HealthHistory
     """With the causes of this step."""
     k3_kl: float | None = None

@@ -60,6 +60,18 @@ def count_nonfinite_updates(in_a_row: int, role: str, steps: Iterable[OptimizerS
     return in_a_row
 
 
+@dataclass(frozen=True)
+class LeftOutUpdates:
+    """Consecutive optimizer steps that were left out, up to the last one. Immutable."""
+
+    skipped: int = 0
+    """Of the actor, because rejection kept no token."""
+    nonfinite_actor: int = 0
+    """Because of a gradient that is not finite."""
+    nonfinite_critic: int = 0
+    """Because of a gradient that is not finite."""
+
+
 class TooManyFailedGroupsError(RuntimeError):
     """More groups failed than a run may lose."""
 

@@ -11,22 +11,17 @@ from verl_rc.correction.log_ratio import LogRatio
 from verl_rc.records.batches import CriticBatch, PolicyEvaluations, RolloutBatch
 
 
-def batch_metrics(
-    scored: ScoredStep,
-    scores: Tensor,
-    rollouts: RolloutBatch,
-    max_response_length: int,
-    max_prompt_length: int,
-) -> dict[str, float]:
+def batch_metrics(scored: ScoredStep, max_response_length: int, max_prompt_length: int) -> dict[str, float]:
     """Scores, rewards, advantages, returns and lengths: mean, max and min; read from the device in one copy.
 
-    ``scores`` are ``[B]``; rewards have the KL penalty in them. ``response_length/clip_ratio`` is the share
+    Rewards have the KL penalty in them. ``response_length/clip_ratio`` is the share
     of responses that reached ``max_response_length``; the batch may be wider.
     """
+    rollouts = scored.samples.rollouts
     mask = rollouts.response_mask
     lengths, prompts = rollouts.tokens.response_lengths, rollouts.tokens.prompt_lengths
     columns = {
-        "critic/score": scores,
+        "critic/score": scored.samples.scores,
         "critic/rewards": scored.rewards.sum(dim=-1),
         "critic/advantages": scored.batch.advantages[mask],
         "critic/returns": scored.returns[mask],

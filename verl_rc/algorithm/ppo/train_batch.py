@@ -16,8 +16,10 @@ from verl_rc.records.samples import Samples
 
 @dataclass(frozen=True)
 class ScoredStep:
-    """The inputs of a step's updates, and the results they were computed from."""
+    """The inputs of a step's updates, and what they were computed from."""
 
+    samples: Samples
+    evaluations: PolicyEvaluations
     batch: TrainBatch
     """The batch for the actor."""
     correction: CorrectionResult | None
@@ -109,7 +111,7 @@ def build_train_batch(
         engines=rollouts.engines,
         batch_size=rollouts.batch_size,
     )
-    return ScoredStep(batch, correction, rewards, returns, reward_kl)
+    return ScoredStep(samples, evaluations, batch, correction, rewards, returns, reward_kl)
 
 
 def _weights_for_baseline(
@@ -131,14 +133,14 @@ def _weights_for_baseline(
     ).weights
 
 
-def critic_batch(scored: ScoredStep, evaluations: PolicyEvaluations) -> CriticBatch:
+def critic_batch(scored: ScoredStep) -> CriticBatch:
     """The training batch of the critic in the same step."""
-    batch = scored.batch
-    assert evaluations.critic_values is not None
+    batch, values = scored.batch, scored.evaluations.critic_values
+    assert values is not None
     return CriticBatch(
         tokens=batch.tokens.without_experts(),
         response_mask=batch.response_mask,
-        critic_values=evaluations.critic_values,
+        critic_values=values,
         returns=scored.returns,
         batch_size=batch.batch_size,
     )

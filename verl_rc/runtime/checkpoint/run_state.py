@@ -10,7 +10,7 @@ import torch
 from pydantic import ConfigDict, TypeAdapter
 
 from verl_rc import __version__
-from verl_rc.algorithm.health.guards import FailedGroups, RewardHistory
+from verl_rc.algorithm.health.guards import FailedGroups, LeftOutUpdates, RewardHistory
 from verl_rc.algorithm.health.ranges import HealthHistory
 from verl_rc.algorithm.ppo.control import ControlState
 from verl_rc.algorithm.supply.group_book import BookState
@@ -47,7 +47,7 @@ class SupplyState:
         return len(self.groups.get("groups", ()))
 
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 """Format of the run state, increased when its fields or their meaning change; no other format is read."""
 RUN_STATE_FILE = "run_state.json"
 LOADER_FILE = "data.pt"
@@ -120,12 +120,11 @@ _MEASURED_UNDER: Mapping[tuple[str, ...], tuple[str, ...]] = {
 measured or adapted under."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunState:
-    """The mutable state of the driver; the ranks save models and optimizers.
+    """The state of the driver after a step; the ranks save models and optimizers.
 
-    A checkpoint stores exactly this record, and a resumed run starts with it. Fields are immutable values: a
-    field changes by assigning another value.
+    A checkpoint stores exactly this record, and a resumed run starts with it.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -142,12 +141,8 @@ class RunState:
     """Limit of the mean gap of a step's rollouts, nats. None means not calibrated yet."""
     canary_gap_limit: float | None = None
     """Limit of the mean gap of canary tokens, nats."""
-    skipped_updates: int = 0
-    """Consecutive optimizer steps skipped because rejection kept no token."""
-    nonfinite_actor_updates: int = 0
-    """Consecutive optimizer steps of the actor skipped because of a non-finite gradient."""
-    nonfinite_critic_updates: int = 0
-    """Consecutive optimizer steps of the critic skipped because of a non-finite gradient."""
+    left_out: LeftOutUpdates = field(default_factory=LeftOutUpdates)
+    """Updates that were left out in a row."""
     rewards: RewardHistory = field(default_factory=RewardHistory)
     """Mean scores of the last steps, and the best mean so far."""
     health: HealthHistory = field(default_factory=HealthHistory)
@@ -235,10 +230,10 @@ class SavedRun:
                 "checkpoint."
             ) from error
         require_whole(folder)
-        state.prompts = read_tensors(folder / LOADER_FILE, "a loader's state")
+        state = replace(state, prompts=read_tensors(folder / LOADER_FILE, "a loader's state"))
         if state.supply is not None:
             groups = read_tensors(folder / GROUPS_FILE, "groups in flight")
-            state.supply = replace(state.supply, groups=groups)
+            state = replace(state, supply=replace(state.supply, groups=groups))
         return cls(state, plain["config"], plain["num_ranks"])
 
 
@@ -267,23 +262,25 @@ def check_settings(saved: SavedRun, config: Mapping[str, Any]) -> None:
 def state_under(saved: SavedRun, config: Mapping[str, Any]) -> tuple[RunState, list[str]]:
     """The saved state for a run with this ``config``, and a sentence for each change that makes a part of it
     begin anew (``_MEASURED_UNDER``)."""
-    state, messages = replace(saved.state), []
+    state, messages = saved.state, []
     for names, keys in _MEASURED_UNDER.items():
         differences = _differences(saved.config, config, keys)
-        forgotten = [name for name in names if _begin_anew(state, name)] if differences else []
+        anew = {name: _begun_anew(state, name) for name in names} if differences else {}
+        forgotten = [name for name, other in anew.items() if other != state]
+        for name in forgotten:
+            state = _begun_anew(state, name)
         if forgotten:
             messages.append(f"{', '.join(forgotten)} as in a new run, because {'; '.join(differences)}")
     return state, messages
 
 
-def _begin_anew(state: RunState, name: str) -> bool:
-    """Set a field of ``state`` to that of a new run; whether it was another."""
+def _begun_anew(state: RunState, name: str) -> RunState:
+    """The state with the field ``name`` as in a new run."""
     outer, _, inner = name.partition(".")
-    value, initial = getattr(state, outer), getattr(RunState(), outer)
+    initial = getattr(RunState(), outer)
     if inner:
-        initial = replace(value, **{inner: getattr(initial, inner)})
-    setattr(state, outer, initial)
-    return bool(value != initial)
+        initial = replace(getattr(state, outer), **{inner: getattr(initial, inner)})
+    return replace(state, **{outer: initial})
 
 
 _ABSENT = object()

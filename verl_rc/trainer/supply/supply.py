@@ -64,7 +64,6 @@ class Supply:
         options = config.async_training
         batch = config.data.train_batch_size
         self._services = services
-        self._state = state
         self._publisher = publisher
         self._options = options
         rule = AdmissionRule(
@@ -147,10 +146,9 @@ class Supply:
         for group in groups:
             self._book.update(replace(group, submitted_at=time.monotonic()))
 
-    def take(self, record: StepRecord) -> Samples:
-        """The next step's groups, waited for. Raises ``RuntimeError`` when one is older than the rule
+    def take(self, step: int, record: StepRecord) -> Samples:
+        """The groups of ``step``, waited for. Raises ``RuntimeError`` when one is older than the rule
         allows."""
-        step = self._state.step + 1
         self._step_began = time.perf_counter()
         with record.stage("admit"):
             self._admit()
@@ -160,7 +158,7 @@ class Supply:
         if self._draws_batches:
             self._remove("surplus", list(self._book.open))
         if self._canaries:  # the trainer still holds the weights of their publication
-            self._publisher.collect_canary(self._canaries, record)
+            self._publisher.collect_canary(self._canaries, step - 1, record)
             self._canaries = []
         samples = join_groups(self._services, groups)
         ages = [step - 1 - group.version for group in groups]
@@ -205,14 +203,13 @@ class Supply:
             self._options.cuts or ends or services.saves_at(step) or self._publisher.canary_is_due(step)
         )
 
-    def close_step(self, record: StepRecord) -> SupplyState:
-        """Close the books of a step, whose update is done; returns what a checkpoint holds.
+    def close_step(self, step: int, record: StepRecord) -> SupplyState:
+        """Close the books of ``step``, whose update is done; returns what a checkpoint holds.
 
         Raises ``LedgerError`` when a group or a token is unaccounted for.
         """
         book = self._book
         totals = self._totals
-        step = self._state.step + 1
         self._totals = StepTotals(dict(book.ended))
         ended = totals.ended(book)
         for fate in ("filtered", "surplus"):
@@ -298,7 +295,7 @@ class Supply:
             self._require_pending(step)
             is_enough = self._book.num_accepted >= self._rule.batch
             began = time.perf_counter()
-            self._receive(record, self._state.step, decision.awaited)
+            self._receive(record, step - 1, decision.awaited)
             self._totals.waited_for_oldest += time.perf_counter() - began if is_enough else 0.0
 
     def _require_pending(self, step: int) -> None:
@@ -325,7 +322,7 @@ class Supply:
         """Engines that share the trainer's devices end what they have and sleep before a step is trained."""
         while self._requests:
             self._require_pending(step)
-            self._receive(record, version=self._state.step)
+            self._receive(record, version=step - 1)
         # The samples are here; the next weight update replaces an engine that is lost.
         with record.stage("gen"), suppress(EnginesLostError):
             self._services.engines.sleep()

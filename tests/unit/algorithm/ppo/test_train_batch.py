@@ -259,7 +259,7 @@ def test_gae_reads_the_critics_values_and_the_critic_learns_the_returns() -> Non
     rollouts, evaluations = make_rollouts()
     evaluations.critic_values = torch.where(rollouts.response_mask, 0.25, 0.0)
     step = run_step(rollouts, evaluations, AlgorithmConfig(adv_estimator="gae"))
-    rows = critic_batch(step, evaluations)
+    rows = critic_batch(step)
     assert rows.returns[0].tolist() == [1.0, 1.0, 1.0]  # gamma = lam = 1: the score of the row
     assert rows.returns[1, :2].tolist() == [0.0, 0.0]
     assert torch.equal(rows.critic_values, evaluations.critic_values)

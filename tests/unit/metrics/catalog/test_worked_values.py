@@ -35,6 +35,7 @@ from verl_rc.algorithm.ppo.batch_metrics import (
     policy_gap_metrics,
     version_metrics,
 )
+from verl_rc.algorithm.ppo.control import Control
 from verl_rc.algorithm.ppo.in_actor import Measured, OverRanks
 from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.algorithm.ppo.objective import policy_objective, value_objective
@@ -62,6 +63,7 @@ from verl_rc.records.episode import Reply
 from verl_rc.records.optimizer_step import OptimizerStep
 from verl_rc.records.parts import Sample
 from verl_rc.records.ragged_column import RaggedColumn
+from verl_rc.records.samples import Samples
 from verl_rc.records.token_records.token_rows import record_of_rows
 from verl_rc.runtime.checkpoint import RunState
 from verl_rc.runtime.rollout.engine import Interrupted
@@ -78,8 +80,8 @@ from verl_rc.trainer.evaluate import validation_metrics
 from verl_rc.trainer.guards import Guards
 from verl_rc.trainer.judge import judge, record_correction
 from verl_rc.trainer.scoring import FAILURE_COLUMN, extra_columns, reward_metrics
-from verl_rc.trainer.stages import record_batch, update_actor
-from verl_rc.trainer.step_record import StepRecord, StepTokens
+from verl_rc.trainer.stages import correct, update_actor
+from verl_rc.trainer.step_record import Step, StepRecord, StepTokens
 from verl_rc.trainer.supply.scored_groups import environment_call_metrics, environment_metrics
 from verl_rc.trainer.supply.supply_progress import StepTotals, SupplyProgress, age_metrics
 from verl_rc.trainer.weights import Publisher, pause_metrics
@@ -311,6 +313,16 @@ def rollout_batch(**fields: Any) -> RolloutBatch:
     )
 
 
+def step_of(
+    record: StepRecord,
+    config: RolloutCorrectionConfig | None = None,
+    kl_coef: float = 0.0,
+    rejection_threshold: float | None = None,
+) -> Step:
+    control = Control(Mock(), kl_coef, rejection_threshold)
+    return Step(1, control, correction_mode(config or RolloutCorrectionConfig()), record)
+
+
 @example
 def lengths_scores_advantages():
     batch = train_batch(
@@ -323,9 +335,9 @@ def lengths_scores_advantages():
     rollouts.tokens = TOKENS.clone()
     rollouts.tokens.kept_counts, rollouts.tokens.kept_ids = sizes, torch.zeros(3, 6, dtype=torch.int32)
     rollouts.tokens.experts_counts = torch.tensor([[4, 4, 0], [4, 4, 0], [0, 0, 0]])
-    found = batch_metrics(
-        ScoredStep(batch, None, rewards, returns, None), torch.tensor([1.0, 0.0, 5.0]), rollouts, 3, 3
-    )
+    samples = Samples(rollouts, torch.tensor([1.0, 0.0, 5.0]))
+    evaluations = PolicyEvaluations(batch_size=[3])
+    found = batch_metrics(ScoredStep(samples, evaluations, batch, None, rewards, returns, None), 3, 3)
     spreads = {
         "critic/score": (2, 5, 0),
         "critic/rewards": (1.5, 4, 0),
@@ -707,9 +719,10 @@ def engine_against_trainer():
     services.config.algorithm.rollout_correction = config = RolloutCorrectionConfig()
     mask = torch.tensor([[True, True, False]])
     statistics = measure(torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[-1.5, -1.75, 9.0]]), mask, config)
-    record, state = StepRecord(), RunState()
-    control = SimpleNamespace(correction=lambda config: config, rejection_threshold=None)
-    judge(services, state, Measured(statistics, statistics), control, record)
+    record = StepRecord()
+    judge(
+        services, Findings(None, HealthHistory()), Measured(statistics, statistics), step_of(record, config)
+    )
     expected = {"sync/rollout_gap_mean": 0.375, "sync/rollout_gap_max": 0.5, "sync/gap_limit": 0.5}
     return {name: record.metrics()[name] for name in expected}, expected
 
@@ -770,7 +783,7 @@ def responses_of_several_versions():
 def a_mismatch_above_its_limit():
     guards = Guards(AlertsConfig(mismatch_limit=0.1), Mock(), Mock())
     record, found = StepRecord(), Findings(None, HealthHistory(), k3_kl=0.25)
-    assert guards.act(found, record, step=1)
+    assert guards.act(found, step_of(record))
     return record.metrics(), {"alerts/mismatch": 1}
 
 
@@ -780,7 +793,7 @@ def an_unusual_gap() -> tuple[Mapping[str, float], Mapping[str, float]]:
     guards = Guards(AlertsConfig(mismatch_limit=None), Mock(), Mock())
     record = StepRecord()
     found = Findings(None, HealthHistory(), k3_kl=0.0, mean_gap=0.3, gap_limit=0.2)
-    assert guards.act(found, record, step=1)
+    assert guards.act(found, step_of(record))
     return record.metrics(), {"alerts/gap": 1}
 
 
@@ -791,8 +804,8 @@ def a_reward_that_has_collapsed():
     record.ledger.add_sampled(6)
     rewards = SimpleNamespace(collapse=lambda window, drop: "from 1 to 0")
     with patch("verl_rc.trainer.guards.require_sampled_tokens"):
-        scored, found = SimpleNamespace(batch=batch), Findings(None, HealthHistory())
-        assert not guards.decide_update(rewards, Mock(), scored, found, record, step=2)
+        scored, found = SimpleNamespace(samples=Mock(), batch=batch), Findings(None, HealthHistory())
+        assert not guards.decide_update(rewards, scored, found, step_of(record))
     return record.metrics(), {"alerts/reward_collapse": 1, "alerts/withheld_updates": 1}
 
 
@@ -802,9 +815,8 @@ def the_histogram_and_a_threshold_that_follows():
     fields = {"diagnostics": "full", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.5}
     config = RolloutCorrectionConfig.model_validate({**fields, "rollout_rs_target_acceptance": 0.9})
     statistics_of_step = compute_rollout_correction(TRAIN, ROLLOUT, RESPONSE, config).statistics
-    control = SimpleNamespace(correction=lambda config: config, rejection_threshold=1.25)
     record, tracker = StepRecord(), Mock()
-    record_correction(config, statistics_of_step, control, record)
+    record_correction(step_of(record, config, rejection_threshold=1.25), statistics_of_step)
     record.log(tracker, step=1)
     name, edges, counts, _ = tracker.log_histogram.call_args.args
     inside = sum(
@@ -1225,22 +1237,24 @@ def penalties_of_the_divergence():
         algorithm,
         kl_coef=0.1,
     )
-    record, control = StepRecord(), SimpleNamespace(kl_coef=0.1)
+    record = StepRecord()
     in_the_loss = [
         f"actor_rollout_ref.actor.{setting}" for setting in ("use_kl_loss=True", "kl_loss_coef=0.25")
     ]
     config = load_run_config([*sound_run(), *in_the_loss])
     services = Mock(config=config)
     services.actor.update.return_value = Timed(ActorReport([], [], []), 0.0)
-    scored = SimpleNamespace(reward_kl=divergence, correction=None, batch=None, rewards=None)
-    stages = "verl_rc.trainer.stages"
-    with patch(f"{stages}.batch_metrics", return_value={}):
-        record_batch(services, Mock(), evaluations, scored, control, record, step=1)
+    scored = SimpleNamespace(reward_kl=divergence, correction=None)
+    stages, step = "verl_rc.trainer.stages", step_of(record, kl_coef=0.1)
+    with (
+        patch(f"{stages}.batch_metrics", return_value={}),
+        patch(f"{stages}.build_train_batch", return_value=scored),
+    ):
+        correct(services, Mock(), evaluations, step)
     batch = train_batch()
     record.ledger.add_sampled(int(batch.response_mask.sum()))
-    state = SimpleNamespace(step=0, rollout_gap_limit=None)
     with patch("verl_rc.trainer.stages.plan_mini_batches", return_value=[]):
-        update_actor(services, state, batch, correction_mode(RolloutCorrectionConfig()), record)
+        update_actor(services, None, batch, step)
     expected = {
         "actor/reward_kl_penalty": (2 + 1 / 2) / 2,
         "actor/reward_kl_penalty_coeff": 0.1,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from planned_runs import EMPTY_ROW, INPUTS, Given, config_of, current_scores, loss_of, perturbed, scored_step
+from planned_runs import EMPTY_ROW, Given, config_of, current_scores, loss_of, perturbed, scored_step
 from torch import Tensor
 
 from verl_rc.algorithm.losses import AGGREGATION_MODES, Aggregation
@@ -241,7 +241,7 @@ def test_of_a_loss_of_the_users_own_everything_is_assumed() -> None:
 def test_the_critics_operands() -> None:
     config = config_of({"algorithm.adv_estimator": "gae"})
     step = scored_step(config)
-    batch = critic_batch(step, INPUTS.evaluations).clone()  # other tests share INPUTS
+    batch = critic_batch(step).clone()  # other tests share INPUTS
     values = perturbed(batch.critic_values, seed=1)
 
     def loss(of: CriticBatch, current: Tensor) -> Tensor:

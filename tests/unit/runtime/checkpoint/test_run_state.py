@@ -8,7 +8,7 @@ import pytest
 import torch
 from small_models import small_run_config
 
-from verl_rc.algorithm.health.guards import FailedGroups, RewardHistory, StepScores
+from verl_rc.algorithm.health.guards import FailedGroups, LeftOutUpdates, RewardHistory, StepScores
 from verl_rc.algorithm.health.ranges import CauseEpisode, CauseHistory, HealthHistory
 from verl_rc.algorithm.ppo.control import ControlState
 from verl_rc.algorithm.supply.group_book import BookState, Totals
@@ -58,9 +58,7 @@ def after_five_batches() -> SavedRun:
         control=ControlState(kl_coef=0.1 + 0.2, rejection_threshold=1.5),
         rollout_gap_limit=0.25,
         canary_gap_limit=1 / 3,
-        skipped_updates=1,
-        nonfinite_actor_updates=2,
-        nonfinite_critic_updates=3,
+        left_out=LeftOutUpdates(skipped=1, nonfinite_actor=2, nonfinite_critic=3),
         rewards=RewardHistory((StepScores(8, 4.1, 3.9), StepScores(8, 4.0, 4.0)), best=0.7),
         health=HealthHistory(
             {"rollout_corr/kl": 2},
@@ -138,8 +136,8 @@ def edit_state(folder: Path, without: str = "", **changes: Any) -> None:
         (lambda folder: (folder / "run_state.json").write_text("[1]"), "must hold a JSON object, got list"),
         (lambda folder: (folder / "data.pt").write_bytes(b"PK"), r"data\.pt must have \d+ bytes, got 2"),
         (
-            lambda folder: edit(folder / "run_state.json", format_version=9, written_by="verl_rc 0.9"),
-            r"must have format 8 for verl_rc \S+, got format 9 of verl_rc 0\.9\. Resume with the release "
+            lambda folder: edit(folder / "run_state.json", format_version=10, written_by="verl_rc 0.9"),
+            r"must have format 9 for verl_rc \S+, got format 10 of verl_rc 0\.9\. Resume with the release "
             r"that wrote it, or start anew",
         ),
         (lambda folder: edit(folder / "run_state.json", format_version=3), r"got format 3 of verl_rc \S+\. "),

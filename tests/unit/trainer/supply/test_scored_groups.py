@@ -61,10 +61,10 @@ def test_what_is_left_over_is_dropped_and_counted() -> None:
 def test_a_token_without_an_account_is_found_when_the_step_is_closed() -> None:
     run, record = make_run(FILTER), StepRecord()
     supply = new_supply(run, RunState())
-    batch = supply.take(record)
+    batch = supply.take(1, record)
     record.ledger.book({"trained": batch.num_tokens - 1})
     with pytest.raises(LedgerError, match="the difference is 1"):
-        supply.close_step(record)
+        supply.close_step(1, record)
 
 
 def test_a_token_that_is_lost_while_the_batch_is_built_is_found_before_the_update(
@@ -80,7 +80,7 @@ def test_a_token_that_is_lost_while_the_batch_is_built_is_found_before_the_updat
 
     monkeypatch.setattr(scored_groups, "build_rollout_batch", build_and_lose)
     record = StepRecord()
-    batch = new_supply(make_run(), RunState()).take(record)
+    batch = new_supply(make_run(), RunState()).take(1, record)
     with pytest.raises(LedgerError, match=r"must hold the 6 sampled tokens .*, it holds 5\."):
         record.ledger.require_in_batch(batch.num_tokens)
 
@@ -93,16 +93,16 @@ def test_the_next_step_draws_again_after_a_surplus() -> None:
         "actor_rollout_ref.actor.ppo_mini_batch_size=1",
         "data.gen_batch_size=2",
     )
-    state, drawn = RunState(), []
+    drawn = []
     run.prompts.drawn = 5
-    supply = new_supply(run, state)
+    supply = new_supply(run, RunState())
     for step in (1, 2):
         record = StepRecord()
-        drawn.append([row.row_index for row in supply.take(record).prompts])
+        drawn.append([row.row_index for row in supply.take(step, record).prompts])
         record.ledger.book({"trained": 3})
-        saved = supply.close_step(record)
+        saved = supply.close_step(step, record)
         assert (saved.num_groups, saved.drawn) == (0, ())
-        state.step, run.engines.version, run.engines.asleep = step, step, False
+        run.engines.version, run.engines.asleep = step, False
         supply._book.publish(step)
     assert drawn == [[5], [1]]  # 6 is a surplus; 7 and 0 tell nothing
 
