@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from conversing import tool_conversations
 from torch import Tensor
@@ -14,6 +15,7 @@ from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.config.rollout import MultiTurnConfig, RolloutConfig
 from verl_rc.records.batches import TokenBatch, TrainBatch
 from verl_rc.records.parts import Part, Sample
+from verl_rc.records.ragged import Column, Ragged
 from verl_rc.records.tokenize import load_tokenizer
 from verl_rc.runtime.rollout.conversation import OpenSamples
 from verl_rc.runtime.rollout.engine import QueuedSample
@@ -173,17 +175,19 @@ class FaultyPolicyWorker(PolicyWorker):
             local = parameter.to_local().detach()
             local += distance * (2.0 * torch.randint(0, 2, local.shape, generator=generator) - 1.0)
 
-    def compute_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
+    def compute_log_probs(
+        self, tokens: Ragged[TokenBatch], micro_batches: Sequence[Sequence[int]]
+    ) -> list[Column]:
         log_probs, *others = super().compute_log_probs(tokens, micro_batches)
         if self.fault == "shifted_log_probs":
-            log_probs = log_probs.roll(1, dims=-1)
+            log_probs = np.roll(log_probs, 1)
         if self.fault == "nan_log_probs":
-            log_probs = torch.full_like(log_probs, torch.nan)
+            log_probs = np.full_like(log_probs, np.nan)
         return [log_probs, *others]
 
     def accumulate(
         self,
-        batch: TrainBatch,
+        batch: Ragged[TrainBatch],
         share: MiniBatch,
         totals: ObjectiveTotals,
         correction: MiniBatchCorrection,

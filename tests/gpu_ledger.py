@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from formula_run import Scorer, World, log_probs_of, prompt_stream
@@ -26,6 +27,7 @@ from verl_rc.plan.memory import ModelShape
 from verl_rc.records.batches import TokenBatch, TrainBatch
 from verl_rc.records.dataset import PromptRow
 from verl_rc.records.optimizer_step import OptimizerStep
+from verl_rc.records.ragged import Column, Ragged
 from verl_rc.runtime.distributed.process_group import RankAddress
 from verl_rc.runtime.rollout.engine import Collected, EngineFacts, QueuedSample
 from verl_rc.runtime.rollout.vllm.options import VllmOptions
@@ -188,10 +190,10 @@ class LedgerRank:
         self.ledger = ledger
         self.model = LedgerModel(ledger, role, fsdp)
 
-    def forward(self, tokens: TokenBatch) -> None:
+    def forward(self, tokens: Ragged[TokenBatch]) -> None:
         """Of a batch; one row is a canary's."""
         with self.model.in_use():
-            self.ledger.use("activations", SCORING if len(tokens) > 1 else LAYER)
+            self.ledger.use("activations", SCORING if len(tokens.lengths["BR"]) > 1 else LAYER)
 
 
 class LedgerActor(LedgerRank, PolicyWorker):
@@ -204,12 +206,12 @@ class LedgerActor(LedgerRank, PolicyWorker):
             LedgerWeights(ledger), address.rank, self._device, "bfloat16", bucket_bytes=8
         )
 
-    def compute_log_probs(self, tokens: TokenBatch, micro_batches: Any) -> list[torch.Tensor]:
+    def compute_log_probs(self, tokens: Ragged[TokenBatch], micro_batches: Any) -> list[Column]:
         self.forward(tokens)
-        log_probs = log_probs_of(tokens.responses, 0.0)
-        return [log_probs, torch.ones_like(log_probs)]
+        log_probs = log_probs_of(torch.tensor(tokens.columns["responses"]), 0.0).numpy()
+        return [log_probs, np.ones_like(log_probs)]
 
-    def update(self, batch: TrainBatch, mini_batches: Sequence[Any], request: Any) -> ActorReport:
+    def update(self, batch: Ragged[TrainBatch], mini_batches: Sequence[Any], request: Any) -> ActorReport:
         self.model.learn()
         planned = [mini.num_loss_tokens for mini in mini_batches]
         return ActorReport([], [OptimizerStep(1.0)] * len(planned), planned)
@@ -219,9 +221,9 @@ class LedgerCritic(LedgerRank):
     def __init__(self, ledger: Ledger, config: RunConfig, address: RankAddress, total_steps: int) -> None:
         super().__init__(ledger, "critic", config.critic.fsdp_config)
 
-    def compute_values(self, tokens: TokenBatch, micro_batches: Any) -> list[torch.Tensor]:
+    def compute_values(self, tokens: Ragged[TokenBatch], micro_batches: Any) -> list[Column]:
         self.forward(tokens)
-        return [torch.zeros(tokens.responses.shape)]
+        return [np.zeros(len(tokens.columns["responses"]), np.float32)]
 
     def update(self, batch: Any, mini_batches: Sequence[Any]) -> UpdateReport:
         self.model.learn()
@@ -232,9 +234,9 @@ class LedgerReference(LedgerRank):
     def __init__(self, ledger: Ledger, config: RunConfig, address: RankAddress, total_steps: int) -> None:
         super().__init__(ledger, "reference", config.actor_rollout_ref.ref.fsdp_config)
 
-    def compute_log_probs(self, tokens: TokenBatch, micro_batches: Any) -> list[torch.Tensor]:
+    def compute_log_probs(self, tokens: Ragged[TokenBatch], micro_batches: Any) -> list[Column]:
         self.forward(tokens)
-        return [log_probs_of(tokens.responses, 0.3)]
+        return [log_probs_of(torch.tensor(tokens.columns["responses"]), 0.3).numpy()]
 
 
 class LedgerWeights:
@@ -426,7 +428,7 @@ class FakeActor:
         ledger = self._ledger
         ledger.current = self._memory
         who, what = self._memory.name, method
-        if method in ("call", "score"):  # of a role
+        if method == "call":  # of a role
             who, what = f"{arguments[0]} rank {who.rpartition(' ')[2]}", arguments[1]
         ledger.events.append(f"{who} {what}")
         if ledger.dies is not None and ledger.dies[:2] == (who, what):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from verl_rc.algorithm.ppo.in_actor import MiniBatchCorrection
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.records.batches import TrainBatch
+from verl_rc.records.ragged import Ragged
 from verl_rc.runtime.workers.micro_batches import ObjectiveTotals
 from verl_rc.runtime.workers.policy_worker import PolicyWorker
 from verl_rc.runtime.workers.updates import ActorReport, UpdateRequest
@@ -18,14 +19,14 @@ class SleepyPolicyWorker(PolicyWorker):
     updates = 0
 
     def update(
-        self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], request: UpdateRequest
+        self, batch: Ragged[TrainBatch], mini_batches: Sequence[MiniBatch], request: UpdateRequest
     ) -> ActorReport:
         self.updates += 1
         return super().update(batch, mini_batches, request)
 
     def accumulate(
         self,
-        batch: TrainBatch,
+        batch: Ragged[TrainBatch],
         share: MiniBatch,
         totals: ObjectiveTotals,
         correction: MiniBatchCorrection,

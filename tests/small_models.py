@@ -1,5 +1,6 @@
 """A very small model on disk, and random batches for it; shared by tests that need real forward passes."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -8,6 +9,8 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Mo
 from verl_rc.config.load import load_run_config
 from verl_rc.config.run import RunConfig
 from verl_rc.records.batches import TokenBatch, TrainBatch, positions_mask
+from verl_rc.records.ragged import Column, Ragged, Record
+from verl_rc.tensor_ops import placed
 
 VOCABULARY = 29
 
@@ -148,3 +151,19 @@ def log_probs(model: torch.nn.Module, prompt: list[int], response: list[int]) ->
     with torch.no_grad():
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
+
+
+def ragged(record: Record) -> Ragged[Record]:
+    """All rows of a padded record, as a rank is given them."""
+    return Ragged.from_record(record, range(len(record)))
+
+
+def scored(
+    method: Callable[[Ragged[TokenBatch], Sequence[Sequence[int]]], list[Column]],
+    tokens: TokenBatch,
+    micro_batches: Sequence[Sequence[int]],
+) -> list[torch.Tensor]:
+    """What the method of a worker answers about all rows of ``tokens``, in their places ``[B, R, …]``; 0 on
+    padding."""
+    is_response = positions_mask(tokens.response_lengths, tokens.responses.shape[1])
+    return [placed(torch.from_numpy(column), is_response) for column in method(ragged(tokens), micro_batches)]

@@ -27,6 +27,7 @@ from verl_rc.insight.run_folder import read_run
 from verl_rc.insight.verdict import judge
 from verl_rc.records.batches import TokenBatch, TokenScores, TrainBatch
 from verl_rc.records.parts import Part, Sample
+from verl_rc.records.ragged import Column, Ragged
 from verl_rc.runtime.rollout.engine import Collected, QueuedSample
 from verl_rc.runtime.rollout.sampling import SamplingOptions, request_seed
 from verl_rc.runtime.rollout.vllm import sampler as vllm_sampler
@@ -313,12 +314,15 @@ class PlantedPolicyWorker(PolicyWorker):
                 cap * torch.tanh(logits.float() / cap), temperature
             )
 
-    def compute_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
+    def compute_log_probs(
+        self, tokens: Ragged[TokenBatch], micro_batches: Sequence[Sequence[int]]
+    ) -> list[Column]:
         """Score other prompts, or with NaN."""
-        log_probs, *others = super().compute_log_probs(self._other(tokens), micro_batches)
+        rows = range(len(tokens.lengths["BR"]))
+        other = Ragged.from_record(self._other(tokens.padded(rows)), rows)
+        log_probs, *others = super().compute_log_probs(other, micro_batches)
         if "nan_log_probs" in self._planted:
-            struck = torch.rand(log_probs.shape, generator=self._chance) < NAN
-            log_probs = log_probs.masked_fill(struck, torch.nan)
+            log_probs[torch.rand(log_probs.shape, generator=self._chance).numpy() < NAN] = torch.nan
         return [log_probs, *others]
 
     def score(self, part: TrainBatch, *asked_for: bool) -> TokenScores:

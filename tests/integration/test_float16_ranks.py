@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small_models import make_train_batch, small_run_config, write_small_model
+from small_models import make_train_batch, ragged, small_run_config, write_small_model
 from two_processes import free_port, run_two_ranks
 
 
@@ -28,7 +28,7 @@ def run_rank(rank: int, model: Path, port: int, folder: Path) -> None:
     share = MiniBatch([[2 * rank, 2 * rank + 1]], int(counted.sum()), 4, int(counted.sum()))
     found: dict[str, Any] = {"steps": []}
     for broken_rank in (1, None, 0, None):
-        worker.accumulate(batch, share, ObjectiveTotals("actor"), Corrected())
+        worker.accumulate(ragged(batch), share, ObjectiveTotals("actor"), Corrected())
         if rank == broken_rank:
             shard: Any = next(worker.model.module.parameters()).grad
             shard.to_local()[0, 0] = math.inf

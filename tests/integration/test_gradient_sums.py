@@ -12,7 +12,7 @@ import pytest
 import torch
 from planned_runs import ON_8_GPUS, Given, config_of
 from small_checkpoints import whole
-from small_models import make_train_batch, small_run_config, write_small_model
+from small_models import make_train_batch, ragged, small_run_config, write_small_model
 from small_runs import ROOT
 from two_processes import free_port, run_two_ranks
 
@@ -46,7 +46,7 @@ def gradients(
     counted = batch.response_mask.sum(-1)
     share = MiniBatch(micro_batches, int(counted.sum()), len(LENGTHS), int(batch.loss_mask.sum()))
     worker.model.module.train()
-    worker.accumulate(batch, share, ObjectiveTotals("actor"), Corrected())
+    worker.accumulate(ragged(batch), share, ObjectiveTotals("actor"), Corrected())
     found = {name: whole(p.grad) for name, p in worker.model.module.named_parameters() if p.grad is not None}
     worker.close()
     return found

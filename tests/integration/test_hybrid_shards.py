@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from small_checkpoints import whole
-from small_models import make_train_batch, small_run_config, write_small_model
+from small_models import make_train_batch, ragged, scored, small_run_config, write_small_model
 from two_processes import free_port, run_ranks
 
 RANKS = 4
@@ -53,7 +53,8 @@ def updated(
     counted = batch.response_mask.sum(-1)
     micro_batches = [[[0], [1, 2]], [[3], [4]], [[5], []], [[], [6, 7]]][rank]
     share = MiniBatch(micro_batches, int(counted.sum()), len(LENGTHS), int(batch.loss_mask.sum()))
-    report = worker.update(batch, [share], UpdateRequest(correction_mode(RolloutCorrectionConfig()), 0))
+    request = UpdateRequest(correction_mode(RolloutCorrectionConfig()), 0)
+    report = worker.update(ragged(batch), [share], request)
     module, weights = worker.model.module, worker._sender._weights
     # A key bias shifts all scores of a query alike: its gradient is 0 but for rounding, which Adam's first
     # step blows up.
@@ -65,7 +66,7 @@ def updated(
         ),
         "weights": flat(whole(parameter) for parameter in moved),
         "sent": flat(weights.gather(names, torch.float32)),
-        "log-probs": worker.compute_log_probs(batch.tokens, [[0, 1, 2, 3], [4, 5, 6, 7]])[0],
+        "log-probs": scored(worker.compute_log_probs, batch.tokens, [[0, 1, 2, 3], [4, 5, 6, 7]])[0],
         "here": sum(parameter.to_local().numel() for parameter in moved),  # type: ignore[attr-defined]
     }
     if saved is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from bypass_cases import CASES, case_batch, case_config, case_id, with_verl_names
-from small_models import make_train_batch, small_run_config, write_small_model
+from small_models import make_train_batch, ragged, small_run_config, write_small_model
 from two_processes import free_port
 
 from verl_rc.algorithm.losses import compute_policy_loss
@@ -58,7 +58,7 @@ def gradients(request: pytest.FixtureRequest, model_folder: Path) -> dict[str, t
         totals = ObjectiveTotals("actor")
         with worker.model.in_use():
             if request.param is PolicyWorker:
-                worker.accumulate(batch, share, totals, Corrected())
+                worker.accumulate(ragged(batch), share, totals, Corrected())
             else:
                 torch.nn.init.constant_(worker.model.module.score.weight, 0.1)
                 values = torch.zeros(len(LENGTHS), 7)
@@ -69,7 +69,7 @@ def gradients(request: pytest.FixtureRequest, model_folder: Path) -> dict[str, t
                     returns=values + 1,
                     batch_size=[6],
                 )
-                worker.accumulate(critic_batch, share, totals)
+                worker.accumulate(ragged(critic_batch), share, totals)
             found[device] = torch.cat(
                 [p.grad.full_tensor().flatten().cpu() for p in worker.model.module.parameters()]
             )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from small_checkpoints import whole
-from small_models import make_train_batch, small_run_config, write_small_model
+from small_models import make_train_batch, ragged, scored, small_run_config, write_small_model
 from two_processes import free_port, run_ranks
 
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
@@ -75,14 +75,14 @@ def trained(rank: int, workers: dict[str, Any], folder: Path) -> dict[str, Any]:
         )
         for role, worker in workers.items():
             score = worker.compute_values if role == "critic" else worker.compute_log_probs
-            found[f"{role} {step}"] = score(batch.tokens, SHARED_ROWS if role == "actor" else OWN_ROWS[rank])[
-                0
-            ]
+            found[f"{role} {step}"] = scored(
+                score, batch.tokens, SHARED_ROWS if role == "actor" else OWN_ROWS[rank]
+            )[0]
         if "critic" in workers:
-            workers["critic"].update(values, [MiniBatch(OWN_ROWS[rank], *counts)])
+            workers["critic"].update(ragged(values), [MiniBatch(OWN_ROWS[rank], *counts)])
         if "actor" in workers:
             request = UpdateRequest(correction_mode(RolloutCorrectionConfig()), 0)
-            workers["actor"].update(batch, [MiniBatch(SHARED_ROWS, *counts)], request)
+            workers["actor"].update(ragged(batch), [MiniBatch(SHARED_ROWS, *counts)], request)
         if step == 0:
             for role in [
                 role for role in workers if role != "reference"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from small_checkpoints import whole
-from small_models import add_kept_sets, make_train_batch, small_run_config, write_small_model
+from small_models import add_kept_sets, make_train_batch, ragged, scored, small_run_config, write_small_model
 from two_processes import free_port, run_ranks
 
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
@@ -119,7 +119,7 @@ def run_case(case: Case, rank: int, folder: Path, ports: list[int]) -> Found:
     critic.close()
     reference = ReferenceWorker(config, addresses[2], total_steps=10)
     reference._top_tokens = 3  # as a teacher's
-    scores = reference.compute_log_probs(make_train_batch(LENGTHS).tokens, micro_batches)
+    scores = scored(reference.compute_log_probs, make_train_batch(LENGTHS).tokens, micro_batches)
     found |= dict(zip(("reference", "its likeliest tokens", "their log-probs"), scores, strict=True))
     leave_trainer_group()
     return found
@@ -127,13 +127,15 @@ def run_case(case: Case, rank: int, folder: Path, ports: list[int]) -> Found:
 
 def actor_numbers(worker: PolicyWorker, micro_batches: list[list[int]], corrections: Sequence[str]) -> Found:
     tokens = make_train_batch(LENGTHS).tokens
-    scores = worker.compute_log_probs(tokens, micro_batches)
+    scores = scored(worker.compute_log_probs, tokens, micro_batches)
     found: Found = dict(
         zip(("log-probs", "entropies", "sums of squares", "varentropies"), scores, strict=True)
     )
     if any(".lora_" in name for name, _ in worker.model.module.named_parameters()):
-        found["without adapters"] = worker.compute_reference_log_probs(tokens, micro_batches)[0]
-    everything = worker.compute_log_probs(tokens, [list(range(len(LENGTHS)))])[0]  # the same on all ranks
+        found["without adapters"] = scored(worker.compute_reference_log_probs, tokens, micro_batches)[0]
+    everything = scored(worker.compute_log_probs, tokens, [list(range(len(LENGTHS)))])[
+        0
+    ]  # the same on all ranks
     worker.model.module.train()
     for name in corrections:
         worker._correction = RolloutCorrectionConfig.model_validate(
@@ -158,7 +160,7 @@ def actor_numbers(worker: PolicyWorker, micro_batches: list[list[int]], correcti
         correction = correction_mode(worker._correction).during_update(0, 1, worker._ranks)
         totals = ObjectiveTotals("actor")
         share = share_of(batch, micro_batches)
-        worker.accumulate(batch, share, totals, correction)
+        worker.accumulate(ragged(batch), share, totals, correction)
         found[f"{name}: gradients"] = gradients(worker.model.module)
         found[f"{name}: metrics"] = totals.metrics(is_first_rank=worker._address.rank == 0)
         correction.end_mini_batch(share, 0)
@@ -182,12 +184,12 @@ def add_top_tokens(batch: TrainBatch, vocabulary: int) -> None:
 
 def critic_numbers(worker: CriticWorker, micro_batches: list[list[int]]) -> Found:
     batch = make_train_batch(LENGTHS)
-    (values,) = worker.compute_values(batch.tokens, micro_batches)
+    (values,) = scored(worker.compute_values, batch.tokens, micro_batches)
     targets = torch.where(batch.response_mask, torch.linspace(-3.0, 3.0, 56).view(8, 7), 0.0)
     rows = CriticBatch(batch.tokens, batch.response_mask, torch.zeros_like(targets), targets, batch_size=[8])
     worker.model.module.train()
     totals = ObjectiveTotals("critic")
-    worker.accumulate(rows, share_of(batch, micro_batches), totals)
+    worker.accumulate(ragged(rows), share_of(batch, micro_batches), totals)
     metrics = totals.metrics(is_first_rank=worker._address.rank == 0)
     return {"values": values, "values: gradients": gradients(worker.model.module), "values: metrics": metrics}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import add_kept_sets, make_train_batch, small_run_config, write_small_model
+from small_models import add_kept_sets, make_train_batch, ragged, scored, small_run_config, write_small_model
 from two_processes import SERVER, free_port
 
 LENGTHS = [7, 2, 5, 0, 1, 6, 7, 3]
@@ -85,7 +85,7 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
         if "kept_sets" in name:
             add_kept_sets(batch, worker.model.module.config.vocab_size)
         if bypass:
-            current = worker.compute_log_probs(batch.tokens, [[0, 1, 2, 3, 4, 5, 6, 7]])[0]
+            current = scored(worker.compute_log_probs, batch.tokens, [[0, 1, 2, 3, 4, 5, 6, 7]])[0]
             near = current + 0.2 * torch.randn(8, 7, generator=torch.Generator().manual_seed(7))
             near[list(REJECTED)] += 5.0 if "rollout_rs" in fields and name not in LOSSES else 0.0
             batch.old_log_probs = batch.rollout_log_probs = torch.where(batch.response_mask, near, 0.0)
@@ -99,7 +99,7 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
                 update={"loss_agg_mode": mode, "policy_loss": policy_loss}
             )
             correction = correction_mode(worker._correction).during_update(0, 1, worker._ranks)
-            worker.accumulate(batch, share, ObjectiveTotals("actor"), correction)
+            worker.accumulate(ragged(batch), share, ObjectiveTotals("actor"), correction)
             found[name, mode] = flat(p.grad.full_tensor() for p in worker.model.module.parameters())  # type: ignore[union-attr]
             worker.model.optimizer.zero_grad()
     worker._actor = worker._actor.model_copy(update={"policy_loss": PolicyLossConfig()})
@@ -107,7 +107,7 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
     # step blows up.
     moved = [p for name, p in worker.model.module.named_parameters() if not name.endswith("k_proj.bias")]
     before = flat(p.full_tensor() for p in moved)  # type: ignore[attr-defined]
-    worker.update(batch, [share], UpdateRequest(correction_mode(worker._correction), 0))
+    worker.update(ragged(batch), [share], UpdateRequest(correction_mode(worker._correction), 0))
     found["adamw", "step"] = flat(p.full_tensor() for p in moved) - before  # type: ignore[attr-defined]
     worker.close()
     return found

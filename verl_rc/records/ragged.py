@@ -1,7 +1,8 @@
-"""Records without padding: they cross from one process to another, and micro-batches are cut from them."""
+"""Records without padding: they cross from one process to another, and micro-batches are padded from them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -25,17 +26,23 @@ class Ragged(Generic[Record]):
 
     Arrays cross Ray without a copy. One array stands for two fields where one tensor did, and travels once.
     """
+    lengths: Mapping[str, Column]
+    """int64 ``[B]`` by the symbols of ``FIELDS``: the number of values of each row in columns of this shape.
+    """
 
     @classmethod
     def from_record(cls, record: Record, rows: Sequence[int]) -> "Ragged[Record]":
         """Take ``rows`` of a padded record, in this order."""
         tokens = record if isinstance(record, TokenBatch) else record.tokens
         index = torch.tensor(rows)
-        lengths = {"BP": tokens.prompt_lengths[index], "BR": tokens.response_lengths[index]}
+        lengths = {
+            "BP": tokens.prompt_lengths[index].numpy(),
+            "BR": tokens.response_lengths[index].numpy(),
+        }
+        arrays = {id(tokens.prompt_lengths): lengths["BP"], id(tokens.response_lengths): lengths["BR"]}
         for name, symbols in COLUMNS.items():
             if (counts := getattr(tokens, f"{name}_counts")) is not None:
-                lengths[symbols] = counts[index].sum(-1)
-        arrays: dict[int, Column] = {}
+                lengths[symbols] = counts.sum(-1)[index].numpy()
         columns: dict[str, Column] = {}
         for owner in (tokens, record):
             for name in (field.name for field in fields(owner) if field.name in FIELDS):
@@ -44,67 +51,65 @@ class Ragged(Generic[Record]):
                     continue
                 if id(values) not in arrays:
                     symbols = FIELDS[name][1]
+                    own_lengths = lengths.get(symbols[:2])
                     arrays[id(values)] = (
-                        token_values(values, lengths[symbols[:2]], rows, symbols)
-                        if symbols[:2] in lengths
-                        else values[index].numpy()
+                        values[index].numpy()
+                        if own_lengths is None
+                        else _without_padding(values.numpy(), rows, own_lengths, symbols)
                     )
                 columns[name] = arrays[id(values)]
-        return cls(type(record), columns)
+        return cls(type(record), columns, lengths)
 
-    def padded(self) -> Record:
-        """The rows as a record, padded with 0 to the longest of them."""
-        lengths = {
-            symbols: torch.tensor(self.columns[name])
-            for symbols, name in (("BP", "prompt_lengths"), ("BR", "response_lengths"))
-        }
+    def padded(self, rows: Sequence[int]) -> Record:
+        """``rows`` as a record, in this order, padded with 0 to the longest of them."""
         values: dict[str, Any] = {}
         for name, column in self.columns.items():
-            symbols = FIELDS[name][1][:2]
-            if symbols in lengths:
-                # A row may have no response token, but reductions over a width of 0 fail.
-                width = max(1, int(lengths[symbols].max()))
-                values[name] = padded_values(name, column, lengths[symbols], width)
-            else:
-                values[name] = torch.tensor(column)
-            lengths |= {
-                lists: values[name].sum(-1) for owner, lists in COLUMNS.items() if name == f"{owner}_counts"
-            }
-        size = [len(lengths["BR"])]
+            if name not in self._rows:
+                values[name] = torch.from_numpy(column[list(rows)])
+                continue
+            dtype, symbols = FIELDS[name]
+            pieces = [self._rows[name][row] for row in rows]
+            # A row may have no response token, but reductions over a width of 0 fail.
+            width = max(1, *map(len, pieces))
+            values[name] = torch.zeros(len(rows), width, *column.shape[1:], dtype=dtype)
+            for padded_row, piece in zip(values[name].numpy(), pieces, strict=True):
+                padded_row[_real(symbols, width, len(piece))] = piece
+        size = [len(rows)]
         tokens = TokenBatch(
             **{field.name: values.pop(field.name, None) for field in fields(TokenBatch)}, batch_size=size
         )
         kind: Any = self.kind
         return cast(Record, tokens if kind is TokenBatch else kind(tokens=tokens, **values, batch_size=size))
 
-
-def token_values(values: Tensor, lengths: Tensor, rows: Iterable[int], symbols: str = "BR") -> Column:
-    """The values of the real tokens of padded rows (``[B, width]``, or ``[B, width, W]``), row after row;
-    int64 becomes int32. ``lengths`` are those of ``rows``."""
-    padded = values.numpy()
-    real = [
-        padded[row, _real(symbols, padded.shape[1], length)]
-        for row, length in zip(rows, lengths.tolist(), strict=True)
-    ]
-    joined: Column = np.concatenate([padded[:0].reshape(-1, *padded.shape[2:]), *real])
-    return joined.astype(np.int32) if joined.dtype == np.int64 else joined
+    @cached_property
+    def _rows(self) -> dict[str, list[Column]]:
+        """The values of each row by field, of fields with several values a row."""
+        return {
+            name: rows_of(column, self.lengths[symbols])
+            for name, column in self.columns.items()
+            if (symbols := FIELDS[name][1][:2]) in self.lengths
+        }
 
 
-def padded_values(name: str, column: Column, lengths: Tensor, width: int) -> Tensor:
-    """The field ``name`` of padded rows ``[B, width]``, or ``[B, width, W]``, from the values of its tokens;
-    0 on padding.
+def rows_of(column: Column, lengths: Column) -> list[Column]:
+    """Views of the values of each row in a column with a value for each token.
 
     Raises ``ValueError`` when there are more or fewer values than tokens.
     """
-    dtype, symbols = FIELDS[name]
-    if len(column) != int(lengths.sum()):
-        raise ValueError(f"{name} must have {int(lengths.sum())} values, one a token, got {len(column)}.")
-    grid = torch.zeros(len(lengths), width, *column.shape[1:], dtype=dtype)
-    start = 0
-    for row, length in zip(grid.numpy(), lengths.tolist(), strict=True):
-        row[_real(symbols, width, length)] = column[start : start + length]
-        start += length
-    return grid
+    ends = np.cumsum(lengths)
+    if len(column) != ends[-1]:
+        raise ValueError(f"a column must have {ends[-1]} values, one a token, got {len(column)}.")
+    return np.split(column, ends[:-1])
+
+
+def _without_padding(values: Column, rows: Sequence[int], lengths: Column, symbols: str) -> Column:
+    """The values of the real tokens of padded rows (``[B, width, …]``), row after row; int64 becomes
+    int32."""
+    width = values.shape[1]
+    real = [
+        values[row, _real(symbols, width, length)] for row, length in zip(rows, lengths.tolist(), strict=True)
+    ]
+    return np.concatenate(real, dtype=np.int32 if values.dtype == np.int64 else None)
 
 
 def _real(symbols: str, width: int, length: int) -> slice:

@@ -10,16 +10,16 @@ import torch
 from small_models import make_train_batch
 
 from verl_rc.records.batches import FIELDS, CriticBatch, TokenBatch, TrainBatch
-from verl_rc.records.ragged import Ragged, padded_values
+from verl_rc.records.ragged import Ragged, rows_of
 
 LENGTHS = [7, 2, 5, 0, 1, 6]
 ROWS = [4, 3, 1]
 """Of prompts of 5, 4 and 2 tokens and responses of 1, 0 and 2."""
 
 
-def rows_of(record: Any) -> Any:
-    """``ROWS`` of the record after the way through another process."""
-    return pickle.loads(pickle.dumps(Ragged.from_record(record, ROWS))).padded()
+def arrived_rows(record: Any) -> Any:
+    """``ROWS`` of the record after the way through another process, where they are three of four."""
+    return pickle.loads(pickle.dumps(Ragged.from_record(record, [3, 0, 1, 4]))).padded([3, 0, 2])
 
 
 def full_batch() -> TrainBatch:
@@ -50,7 +50,7 @@ def by_field(record: Any) -> dict[str, torch.Tensor]:
 
 def test_rows_arrive_to_the_bit_and_padded_to_the_longest_of_them() -> None:
     batch = full_batch()
-    arrived = rows_of(batch)
+    arrived = arrived_rows(batch)
     assert isinstance(arrived, TrainBatch)
     assert (arrived.tokens.prompts.shape, arrived.tokens.responses.shape) == ((3, 5), (3, 2))
     for name, values in (by_field(arrived.tokens) | by_field(arrived)).items():
@@ -76,23 +76,23 @@ def test_rows_arrive_to_the_bit_and_padded_to_the_longest_of_them() -> None:
 
 def test_a_batch_of_tokens_and_one_of_the_critic_keep_their_kind_and_missing_fields_stay_missing() -> None:
     batch = full_batch()
-    assert isinstance(rows_of(batch.tokens), TokenBatch)
+    assert isinstance(arrived_rows(batch.tokens), TokenBatch)
     values = batch.advantages
     critic = CriticBatch(batch.tokens, batch.response_mask, values, values, batch_size=[6])
-    assert isinstance(rows_of(critic), CriticBatch)
+    assert isinstance(arrived_rows(critic), CriticBatch)
     batch.engines = batch.tokens.restarts = None
-    found = rows_of(batch)
+    found = arrived_rows(batch)
     assert found.engines is found.tokens.restarts is None
 
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_values_of_another_number_of_tokens_are_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=f"log_probs must have 3 values, one a token, got {count}"):
-        padded_values("log_probs", np.zeros(count, dtype=np.float32), torch.tensor([0, 3]), 3)
+    with pytest.raises(ValueError, match=f"a column must have 3 values, one a token, got {count}"):
+        rows_of(np.zeros(count, dtype=np.float32), np.array([0, 3]))
 
 
 def test_rows_without_a_response_are_one_token_wide() -> None:
-    tokens = rows_of(make_train_batch([3, 0, 2, 0, 0, 1]).tokens)
+    tokens = arrived_rows(make_train_batch([3, 0, 2, 0, 0, 1]).tokens)
     assert (tokens.responses.shape, tokens.response_lengths.tolist()) == ((3, 1), [0, 0, 0])
 
 

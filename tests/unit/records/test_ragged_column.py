@@ -84,9 +84,9 @@ def test_a_batch_has_them_behind_each_other_in_every_row_and_a_rank_gets_those_o
     assert tokens.kept_ids is not None
     assert tokens.kept_counts.tolist() == [[2, 1, 0, 0, 0, 3], [1, 0, 0, 0, 0, 0], [0] * 6]
     assert tokens.kept_ids.tolist() == [[5, 7, 6, 8, 9, 10], [6, 0, 0, 0, 0, 0], [0] * 6]
-    arrived = pickle.loads(pickle.dumps(Ragged.from_record(tokens, [2, 1]))).padded()
+    arrived = pickle.loads(pickle.dumps(Ragged.from_record(tokens, [2, 1]))).padded([0, 1])
     assert (arrived.kept_counts.tolist(), arrived.kept_ids.tolist()) == ([[0], [1]], [[0], [6]])
-    whole = pickle.loads(pickle.dumps(Ragged.from_record(tokens, [1, 0, 2]))).padded()
+    whole = pickle.loads(pickle.dumps(Ragged.from_record(tokens, [2, 1, 0]))).padded([1, 2, 0])
     assert torch.equal(whole.kept_counts, tokens.kept_counts[[1, 0, 2]])
     assert torch.equal(whole.kept_ids, tokens.kept_ids[[1, 0, 2]])
     assert whole.kept_ids.dtype == torch.int32

@@ -11,6 +11,7 @@ from verl_rc.config.models import recomputes_activations
 from verl_rc.config.run import RunConfig
 from verl_rc.metrics import Metric, Reduction
 from verl_rc.records.batches import CriticBatch, TokenBatch
+from verl_rc.records.ragged import Column, Ragged
 from verl_rc.runtime.distributed.fsdp import sharding_mesh
 from verl_rc.runtime.distributed.process_group import RankAddress, join_trainer_group, trainer_device
 from verl_rc.runtime.distributed.sequence_parallel import divide_ranks
@@ -49,13 +50,15 @@ class CriticWorker(Learner):
         self._forward = ForwardOptions(remove_padding=model.use_remove_padding, ranks=sharing)
         self._loss_scale_factor = float(config.data.max_response_length)
 
-    def compute_values(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Values ``[B, R]`` before the given rows' response tokens, without gradient."""
+    def compute_values(
+        self, tokens: Ragged[TokenBatch], micro_batches: Sequence[Sequence[int]]
+    ) -> list[Column]:
+        """The value before each response token of the given rows, without gradient."""
         with self.model.in_use() as module:
             module.eval()
             return score_sequences(tokens, micro_batches, lambda part: [self._values(part)], self._device)
 
-    def update(self, batch: CriticBatch, mini_batches: Sequence[MiniBatch]) -> UpdateReport:
+    def update(self, batch: Ragged[CriticBatch], mini_batches: Sequence[MiniBatch]) -> UpdateReport:
         """One optimizer step per mini-batch."""
         totals = ObjectiveTotals("critic")
         with self.model.in_use(with_optimizer=True) as module:
@@ -72,7 +75,7 @@ class CriticWorker(Learner):
             [learning_rate, *totals.metrics(is_first_rank=self._address.rank == 0)], totals.steps
         )
 
-    def accumulate(self, batch: CriticBatch, share: MiniBatch, totals: ObjectiveTotals) -> None:
+    def accumulate(self, batch: Ragged[CriticBatch], share: MiniBatch, totals: ObjectiveTotals) -> None:
         """Gradients of one mini-batch."""
         aggregation = Aggregation(
             self._config.loss_agg_mode,

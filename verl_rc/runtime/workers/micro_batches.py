@@ -4,6 +4,7 @@ totals of their objectives."""
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from verl_rc.algorithm.ppo.objective import Objective
 from verl_rc.metrics import Mean, Metric, Reduction
 from verl_rc.records.batches import CriticBatch, TokenBatch, TrainBatch
 from verl_rc.records.optimizer_step import OptimizerStep, Outcome
-from verl_rc.records.ragged import Ragged, Record
+from verl_rc.records.ragged import Column, Ragged, Record, rows_of
 from verl_rc.runtime.workers.sharded_model import LearningModel
 
 
@@ -76,35 +77,36 @@ MicroBatches = Sequence[Sequence[int]]
 
 
 def score_sequences(
-    tokens: TokenBatch,
+    tokens: Ragged[TokenBatch],
     micro_batches: MicroBatches,
     score: Callable[[TokenBatch], Sequence[Tensor]],
     device: torch.device,
-) -> list[Tensor]:
-    """Results of ``score`` for the response tokens, float32 ``[B, R, …]`` each, on the CPU, without gradient.
+) -> list[Column]:
+    """The results of ``score``, each as float32 values of all response tokens, row after row, without
+    gradient.
 
     For an empty micro-batch row 0 is scored and the result dropped: FSDP needs all ranks in every forward
     pass.
     """
-    results: list[Tensor] = []
+    lengths = tokens.lengths["BR"]
+    results: list[Column] = []
+    results_by_row: list[list[Column]] = []
     with torch.no_grad():
         for rows in micro_batches:
-            part = on_device(Ragged.from_record(tokens, list(rows) or [0]).padded(), device)
-            scores = score(part)
-            results = results or [
-                torch.zeros(*tokens.responses.shape, *values.shape[2:]) for values in scores
-            ]
-            for result, values in zip(results, scores, strict=True):
-                if rows:
-                    # Padding of one token, where no row has a response, may be wider than the batch.
-                    result[list(rows), : values.shape[1]] = values.float().cpu()[:, : result.shape[1]]
+            scores = score(on_device(tokens.padded(list(rows) or [0]), device))
+            if not results:
+                results = [np.zeros((lengths.sum(), *values.shape[2:]), np.float32) for values in scores]
+                results_by_row = [rows_of(result, lengths) for result in results]
+            for own_rows, values in zip(results_by_row, scores, strict=True):
+                for row, padded in zip(rows, values.float().cpu().numpy(), strict=False):
+                    own_rows[row][:] = padded[: lengths[row]]
     return results
 
 
-def select_sequences(batch: Batch, rows: Sequence[int], device: torch.device) -> Batch:
+def select_sequences(batch: Ragged[Batch], rows: Sequence[int], device: torch.device) -> Batch:
     """Rows of a batch on the device, padded to the longest of them; for an empty micro-batch row 0 with
     nothing in its masks."""
-    part = on_device(Ragged.from_record(batch, list(rows) or [0]).padded(), device)
+    part = on_device(batch.padded(list(rows) or [0]), device)
     if not rows:
         # An empty mask gives a loss of 0 with a graph: backward runs, and its collectives match.
         part.response_mask = torch.zeros_like(part.response_mask)

@@ -19,6 +19,7 @@ from verl_rc.config.models import recomputes_activations
 from verl_rc.config.run import RunConfig
 from verl_rc.metrics import Mean, Metric, Reduction
 from verl_rc.records.batches import TokenBatch, TokenScores, TrainBatch
+from verl_rc.records.ragged import Column, Ragged
 from verl_rc.runtime.distributed.fsdp import sharding_mesh
 from verl_rc.runtime.distributed.process_group import (
     RankAddress,
@@ -122,17 +123,19 @@ class PolicyWorker(Learner):
             rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
         )
 
-    def compute_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Log-probs and entropies ``[B, R]`` of the response tokens, without gradient; sums of squared
-        probabilities and varentropies too, where the estimator or full diagnostics need them."""
+    def compute_log_probs(
+        self, tokens: Ragged[TokenBatch], micro_batches: Sequence[Sequence[int]]
+    ) -> list[Column]:
+        """Log-probs and entropies of the response tokens, without gradient; sums of squared probabilities and
+        varentropies too, where the estimator or full diagnostics need them."""
         with self.model.in_use() as module:
             module.eval()
             return score_sequences(tokens, micro_batches, self._scores, self._device)
 
     def compute_reference_log_probs(
-        self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]
-    ) -> list[Tensor]:
-        """Log-probs ``[B, R]`` of the model without its LoRA adapters, without gradient."""
+        self, tokens: Ragged[TokenBatch], micro_batches: Sequence[Sequence[int]]
+    ) -> list[Column]:
+        """Log-probs of the response tokens under the model without its LoRA adapters, without gradient."""
         with self.model.in_use() as module, adapters_off(module):
             module.eval()
             return score_sequences(
@@ -151,7 +154,7 @@ class PolicyWorker(Learner):
         return [scores.log_probs, *(values for values in optional if values is not None)]
 
     def update(
-        self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], request: UpdateRequest
+        self, batch: Ragged[TrainBatch], mini_batches: Sequence[MiniBatch], request: UpdateRequest
     ) -> ActorReport:
         """One optimizer step per mini-batch, in their order.
 
@@ -206,7 +209,7 @@ class PolicyWorker(Learner):
 
     def accumulate(
         self,
-        batch: TrainBatch,
+        batch: Ragged[TrainBatch],
         share: MiniBatch,
         totals: ObjectiveTotals,
         correction: MiniBatchCorrection,
@@ -251,7 +254,7 @@ class PolicyWorker(Learner):
         )
 
     def _mini_batch_statistics(
-        self, batch: TrainBatch, share: MiniBatch, correction: MiniBatchCorrection
+        self, batch: Ragged[TrainBatch], share: MiniBatch, correction: MiniBatchCorrection
     ) -> MiniBatchStatistics | None:
         """Statistics of the whole mini-batch, from a pass without gradient; None for losses that do not read
         them. Collective."""
@@ -273,7 +276,7 @@ class PolicyWorker(Learner):
         self._statistics_seconds += time.perf_counter() - started
         return statistics
 
-    def _current_log_probs(self, batch: TrainBatch, rows: Sequence[int]) -> tuple[TrainBatch, Tensor]:
+    def _current_log_probs(self, batch: Ragged[TrainBatch], rows: Sequence[int]) -> tuple[TrainBatch, Tensor]:
         part = select_sequences(batch, rows, self._device)
         with torch.no_grad():
             return part, self.score(part).log_probs
@@ -343,9 +346,11 @@ class FrozenWorker:
             config.actor_rollout_ref.rollout.temperature, model.use_remove_padding, ranks=sharing
         )
 
-    def compute_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Log-probs ``[B, R]`` of the response tokens; of a teacher whose most likely tokens the loss reads,
-        their ids and log-probs ``[B, R, W]`` too."""
+    def compute_log_probs(
+        self, tokens: Ragged[TokenBatch], micro_batches: Sequence[Sequence[int]]
+    ) -> list[Column]:
+        """Log-probs of the response tokens; of a teacher whose most likely tokens the loss reads, their ids
+        and log-probs too."""
 
         def score(part: TokenBatch) -> list[Tensor]:
             scores = score_tokens(

@@ -1,14 +1,12 @@
 """One rank of the trainer: its part of every model that the run trains or scores with, in one process."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from verl_rc.config.run import RunConfig
-from verl_rc.records.batches import TokenBatch
-from verl_rc.records.ragged import Column, Ragged, token_values
 from verl_rc.runtime.checkpoint import get_random_state, set_random_state
 from verl_rc.runtime.distributed.child_process import construct
 from verl_rc.runtime.distributed.process_group import leave_trainer_group
@@ -33,19 +31,9 @@ class TrainerRank:
                 self._workers[role] = construct(worker, {"config": config, **arguments})
 
     def call(self, role: str, method: str, *arguments: Any) -> Any:
-        """Call a method of the role's worker; records among ``arguments`` are padded for it."""
-        padded = [argument.padded() if isinstance(argument, Ragged) else argument for argument in arguments]
+        """Call a method of the role's worker."""
         with self._random_numbers_of(role):
-            return getattr(self._workers[role], method)(*padded)
-
-    def score(
-        self, role: str, method: str, tokens: Ragged[TokenBatch], micro_batches: Sequence[Sequence[int]]
-    ) -> list[Column]:
-        """Call a method that returns tensors ``[B, R, …]``; returns their values at response tokens."""
-        batch = tokens.padded()
-        results = self.call(role, method, batch, micro_batches)
-        lengths = batch.response_lengths
-        return [token_values(values, lengths, range(len(lengths))) for values in results]
+            return getattr(self._workers[role], method)(*arguments)
 
     def close(self) -> None:
         """Leave the process group."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.records.batches import CriticBatch, Timed, TokenBatch, TrainBatch
 from verl_rc.records.microbatch import MicroBatches, MicroBatchLimit, assign_rows
-from verl_rc.records.ragged import Ragged, padded_values
+from verl_rc.records.ragged import Ragged, rows_of
 from verl_rc.trainer.cluster.rank_processes import Rank, RankProcesses
 from verl_rc.trainer.cluster.remote import Pending, wait_timed
 
@@ -67,19 +67,20 @@ class RankGroup:
     ) -> Timed[list[Tensor]]:
         """Call ``method`` of the workers on all rows; returns float32 ``[B, R, …]`` tensors in the order of
         the rows."""
-        pending, rows_of_shares = [], []
+        pending, shares = [], []
         for share, micro_batches in enumerate(self._assign(tokens.sequence_lengths, limit)):
             place = _places(micro_batches)
-            rows_of_shares.append(list(place))
-            arguments = Ragged.from_record(tokens, list(place) or [0]), _localised(micro_batches, place)
-            pending += [rank.score(method, *arguments) for rank in self._ranks_of(share)]
+            own_tokens = Ragged.from_record(tokens, list(place) or [0])
+            shares.append((place, own_tokens.lengths["BR"]))
+            arguments = own_tokens, _localised(micro_batches, place)
+            pending += [rank.call(method, *arguments) for rank in self._ranks_of(share)]
         answers = wait_timed(pending)
         results = [torch.zeros(*tokens.responses.shape, *one.shape[1:]) for one in answers.result[0]]
-        for rows, columns in zip(rows_of_shares, self._one_of_each_share(answers.result), strict=True):
+        for (rows, lengths), columns in zip(shares, self._one_of_each_share(answers.result), strict=True):
             for result, column in zip(results, columns, strict=True):
-                if rows:
-                    lengths = tokens.response_lengths[rows]
-                    result[rows] = padded_values("log_probs", column, lengths, result.shape[1])
+                # A share of no rows has row 0, whose values do not count.
+                for row, values in zip(rows, rows_of(column, lengths), strict=False):
+                    result.numpy()[row, : len(values)] = values
         return Timed(results, answers.busy_seconds)
 
     def score_one(

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_rc.config.run import RunConfig
-from verl_rc.records.batches import TokenBatch
-from verl_rc.records.ragged import Ragged
 from verl_rc.runtime.distributed.child_process import ProcessLostError
 from verl_rc.runtime.distributed.process_group import RankAddress
 from verl_rc.runtime.workers.environment import LOOPBACK, trainer_environment
@@ -26,14 +24,6 @@ class Rank:
     def call(self, method: str, *arguments: Any) -> Pending:
         """Call a method of the role's worker."""
         return self.process.call("call", self.role, method, *arguments, task=method, name=self.name)
-
-    def score(
-        self, method: str, tokens: Ragged[TokenBatch], micro_batches: Sequence[Sequence[int]]
-    ) -> Pending:
-        """Call a method of the role's worker that scores response tokens; answers with their values."""
-        return self.process.call(
-            "score", self.role, method, tokens, micro_batches, task=method, name=self.name
-        )
 
 
 class RankProcesses:

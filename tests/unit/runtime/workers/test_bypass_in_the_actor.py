@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from bypass_cases import CASES, case_batch, case_config, case_id, with_verl_names
-from small_models import small_run_config
+from small_models import ragged, small_run_config
 from two_processes import free_port
 
 from verl_rc.algorithm.ppo.in_actor import Corrected
@@ -72,7 +72,7 @@ def test_golden_gradient_and_metrics(
     correction = correction_mode(worker._correction).during_update(0, 1, worker._ranks)
     counted = batch.response_mask.sum(-1)
     share = MiniBatch(micro_batches, int(counted.sum()), int((counted > 0).sum()), int(counted.sum()))
-    worker.accumulate(batch, share, ObjectiveTotals("actor"), correction)
+    worker.accumulate(ragged(batch), share, ObjectiveTotals("actor"), correction)
     torch.testing.assert_close(worker.table.grad, torch.tensor(expected["grad"]), rtol=1e-5, atol=1e-7)
     assert correction.end_mini_batch(share, 0) == int(
         (torch.tensor(expected["keep_mask"]).bool() & batch.response_mask).sum()
@@ -105,7 +105,7 @@ def test_one_decoupled_update_has_the_gradient_of_bypass_without_clip(
     counted = kept if config.rejection_denominator == "kept" else batch.response_mask
     rows = int(counted.any(dim=-1).sum())
     share = MiniBatch([[0, 1, 2, 3, 4, 5]], int(counted.sum()), rows, int(kept.sum()))
-    worker.accumulate(batch, share, ObjectiveTotals("actor"), Corrected())
+    worker.accumulate(ragged(batch), share, ObjectiveTotals("actor"), Corrected())
     torch.testing.assert_close(
         worker.table.grad, torch.tensor(case["expected"]["grad"]), rtol=1e-5, atol=1e-7
     )
@@ -126,12 +126,12 @@ def test_the_gap_is_that_before_an_update_or_none(worker: TablePolicy, first: li
         shares.append(MiniBatch([rows], int(counted.sum()), 3, int(counted.sum())))
     request = UpdateRequest(correction_mode(worker._correction), 0, gap_limit=1e-3)
     if first == [0, 1, 2]:
-        measured = worker.update(batch, shares, request).measured
+        measured = worker.update(ragged(batch), shares, request).measured
         assert measured is not None
         assert LogProbGap.from_statistics(measured.before_update) is None
         return
     with pytest.raises(SyncProofError, match="this step's rollouts"):
-        worker.update(batch, shares, request)
+        worker.update(ragged(batch), shares, request)
 
 
 def test_a_gap_that_is_no_rounding_stops_before_the_weights_change(worker: TablePolicy) -> None:
@@ -143,7 +143,9 @@ def test_a_gap_that_is_no_rounding_stops_before_the_weights_change(worker: Table
     counted = batch.response_mask.sum(-1)
     share = MiniBatch([[0, 1, 2, 3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
     with pytest.raises(SyncProofError, match="this step's rollouts"):
-        worker.update(batch, [share], UpdateRequest(correction_mode(worker._correction), 0, gap_limit=1e-3))
+        worker.update(
+            ragged(batch), [share], UpdateRequest(correction_mode(worker._correction), 0, gap_limit=1e-3)
+        )
     after = [parameter.full_tensor() for parameter in worker.model.module.parameters()]
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
@@ -198,7 +200,7 @@ def test_sums_of_squared_probabilities_are_computed_for_the_first_mini_batch_alo
     counted = batch.response_mask.sum(-1)
     share = MiniBatch([[0, 1, 2], [3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
     worker.asked_for_squares.clear()
-    worker.update(batch, [share, share], UpdateRequest(correction_mode(worker._correction), 0))
+    worker.update(ragged(batch), [share, share], UpdateRequest(correction_mode(worker._correction), 0))
     assert worker.asked_for_squares == [diagnostics == "full"] * 2 + [False] * 2
 
 
@@ -221,7 +223,7 @@ def test_tokens_that_the_driver_left_out_have_no_gradient_and_are_not_counted(
         batch.loss_mask[0] &= not left_out
         counted = batch.response_mask.sum(-1)
         share = MiniBatch([[0, 1, 2], [3, 4, 5]], int(counted.sum()), 6, int(batch.loss_mask.sum()))
-        report = worker.update(batch, [share], UpdateRequest(correction_mode(worker._correction), 0))
+        report = worker.update(ragged(batch), [share], UpdateRequest(correction_mode(worker._correction), 0))
         gradients.append(worker.table.grad)
         counts.append((report.loss_tokens, int(batch.loss_mask.sum())))
     assert [kept for kept, _ in counts] == [[expected] for _, expected in counts]
@@ -237,7 +239,7 @@ def test_a_mini_batch_of_which_nothing_is_kept_is_skipped(worker: TablePolicy) -
     worker.table = torch.tensor(case["log_probs"]).add(3.0).requires_grad_()
     counted = batch.response_mask.sum(-1)
     share = MiniBatch([[0, 1, 2, 3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
-    report = worker.update(batch, [share], UpdateRequest(correction_mode(worker._correction), 0))
+    report = worker.update(ragged(batch), [share], UpdateRequest(correction_mode(worker._correction), 0))
     assert report.loss_tokens == [0]
     assert {metric.name: metric.value for metric in report.metrics}["rollout_corr/skipped_updates"] == 1
 
@@ -256,7 +258,7 @@ def test_the_proximal_policy_is_interpolated_by_the_updates_of_the_step(worker: 
     counted = batch.response_mask.sum(-1)
     share = MiniBatch([list(range(rows))], int(counted.sum()), rows, int(counted.sum()))
     request = UpdateRequest(correction_mode(worker._correction), 49)
-    report = worker.update(batch, [share, share], request)
+    report = worker.update(ragged(batch), [share, share], request)
     gaps = []
     for row, column in batch.response_mask.nonzero().tolist():
         current, rollout = CASES[0]["log_probs"][row][column], CASES[0]["rollout_log_probs"][row][column]
@@ -265,6 +267,6 @@ def test_the_proximal_policy_is_interpolated_by_the_updates_of_the_step(worker: 
     found = reduce_metrics(report.metrics)
     assert found["actor/proximal_interpolation_gap"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-5)
     request = UpdateRequest(correction_mode(worker._correction), 50)  # most steps recompute nothing
-    metrics = worker.update(batch, [share], request).metrics
+    metrics = worker.update(ragged(batch), [share], request).metrics
     assert "actor/proximal_interpolation_gap" not in {metric.name for metric in metrics}
     assert report.measured is not None

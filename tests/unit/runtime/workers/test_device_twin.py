@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from device_twin import CUDA, DeviceTwin, MixedDevicesError
-from small_models import make_tokens, make_train_batch, small_run_config
+from small_models import make_tokens, make_train_batch, ragged, small_run_config
 from torch import Tensor, nn
 
 from verl_rc.algorithm.losses import Aggregation, mini_batch_statistics
@@ -104,7 +104,10 @@ def test_scores_without_gradient(remove_padding: bool, model: nn.Module, batch: 
             scores = score_tokens(model, tokens, options, with_entropy=True, with_sum_pi_squared=True)
             return [scores.log_probs, scores.entropies, scores.sum_pi_squared, scores.varentropies]
 
-        return score_sequences(batch.tokens, MICRO_BATCHES, score, device)
+        return [
+            torch.tensor(column)
+            for column in score_sequences(ragged(batch.tokens), MICRO_BATCHES, score, device)
+        ]
 
     on_both(work, [model])
 
@@ -132,7 +135,7 @@ def test_every_policy_loss(
     def work(device: torch.device) -> list[Tensor]:
         totals = ObjectiveTotals("actor")
         for rows in MICRO_BATCHES:
-            part = select_sequences(batch, rows, device)
+            part = select_sequences(ragged(batch), rows, device)
             current = score_tokens(model, part.tokens, ForwardOptions(1.0, remove_padding), with_entropy=True)
             seen = statistics_inputs(part, current.log_probs.detach(), actor, RolloutCorrectionConfig())
             inputs = [seen] if reads_mini_batch else []
@@ -152,7 +155,7 @@ def test_every_correction_in_the_actor_and_in_the_driver(
     config = RolloutCorrectionConfig.from_preset(preset).model_copy(update={"diagnostics": "full"})
 
     def work(device: torch.device) -> list[Tensor]:
-        part = select_sequences(batch, list(range(len(LENGTHS))), device)
+        part = select_sequences(ragged(batch), list(range(len(LENGTHS))), device)
         with torch.no_grad():
             current = score_tokens(
                 model, part.tokens, ForwardOptions(), with_entropy=True, with_sum_pi_squared=True
@@ -189,7 +192,7 @@ def test_the_critic(model_folder: Path) -> None:
 
     def work(device: torch.device) -> list[Tensor]:
         for rows in MICRO_BATCHES:
-            part = select_sequences(batch, rows, device)
+            part = select_sequences(ragged(batch), rows, device)
             values = score_values(model, part.tokens, ForwardOptions())
             value_objective(values, part, config, TOTALS).loss.backward()
         return gradients_of(model)
@@ -208,7 +211,7 @@ def test_ranks_that_share_tokens(
 
     def work(device: torch.device) -> list[Tensor]:
         for rows in MICRO_BATCHES[:3]:
-            tokens = select_sequences(batch, rows, device).tokens
+            tokens = select_sequences(ragged(batch), rows, device).tokens
             scores = score_tokens(model, tokens, options, with_entropy=True)
             (scores.log_probs.sum() + scores.entropies.sum()).backward()
         return gradients_of(model)

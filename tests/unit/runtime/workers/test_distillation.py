@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import VOCABULARY, log_probs, make_train_batch, small_model_config, small_run_config
+from small_models import (
+    VOCABULARY,
+    log_probs,
+    make_train_batch,
+    ragged,
+    scored,
+    small_model_config,
+    small_run_config,
+)
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 from two_processes import free_port
 
@@ -58,11 +66,11 @@ def workers(
 def batch(workers: tuple[PolicyWorker, TeacherWorker, Path]) -> TrainBatch:
     policy, teacher, _ = workers
     batch = make_train_batch(LENGTHS, REJECTED)
-    current = policy.compute_log_probs(batch.tokens, [ROWS])[0]
+    current = scored(policy.compute_log_probs, batch.tokens, [ROWS])[0]
     noise = 0.2 * torch.randn(current.shape, generator=torch.Generator().manual_seed(7))
     batch.old_log_probs = torch.where(batch.response_mask, current + noise, 0.0)
-    batch.teacher_log_probs, ids, batch.teacher_top_log_probs = teacher.compute_log_probs(
-        batch.tokens, [[0, 1, 2], [3, 4, 5]]
+    batch.teacher_log_probs, ids, batch.teacher_top_log_probs = scored(
+        teacher.compute_log_probs, batch.tokens, [[0, 1, 2], [3, 4, 5]]
     )
     batch.teacher_top_ids = ids.int()
     return batch
@@ -91,7 +99,7 @@ def test_a_teacher_of_another_shape_scores_as_it_would_alone(
 def gradient(worker: PolicyWorker, batch: TrainBatch, micro_batches: list[list[int]]) -> torch.Tensor:
     counted, kept = LENGTHS, int(make_train_batch(LENGTHS, REJECTED).loss_mask.sum())
     share = MiniBatch(micro_batches, sum(counted), sum(length > 0 for length in counted), kept)
-    worker.accumulate(batch, share, ObjectiveTotals("actor"), Corrected())
+    worker.accumulate(ragged(batch), share, ObjectiveTotals("actor"), Corrected())
     flat = torch.cat([p.grad.full_tensor().flatten() for p in worker.model.module.parameters()]).double()  # type: ignore[union-attr]
     worker.model.optimizer.zero_grad()
     return flat

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import make_train_batch, small_run_config
+from small_models import make_train_batch, ragged, scored, small_run_config
 from two_processes import free_port
 
 from verl_rc.algorithm.ppo.in_actor import Corrected
@@ -46,7 +46,7 @@ def worker(model_folder: Path) -> Iterator[PolicyWorker]:
 def batch(worker: PolicyWorker) -> TrainBatch:
     """Old log-probs near the current ones, so that clipping is partial."""
     batch = make_train_batch(LENGTHS, REJECTED)
-    current = worker.compute_log_probs(batch.tokens, [ROWS])[0]
+    current = scored(worker.compute_log_probs, batch.tokens, [ROWS])[0]
     noise = 0.2 * torch.randn(current.shape, generator=torch.Generator().manual_seed(7))
     batch.old_log_probs = torch.where(batch.response_mask, current + noise, 0.0)
     return batch
@@ -64,7 +64,7 @@ def share_of(batch: TrainBatch, micro_batches: list[list[int]]) -> MiniBatch:
 
 
 def gradient(worker: PolicyWorker, batch: TrainBatch, micro_batches: list[list[int]]) -> torch.Tensor:
-    worker.accumulate(batch, share_of(batch, micro_batches), ObjectiveTotals("actor"), Corrected())
+    worker.accumulate(ragged(batch), share_of(batch, micro_batches), ObjectiveTotals("actor"), Corrected())
     flat = torch.cat([p.grad.full_tensor().flatten() for p in worker.model.module.parameters()]).double()  # type: ignore[union-attr]
     worker.model.optimizer.zero_grad()
     return flat
@@ -94,7 +94,7 @@ def test_a_pass_for_statistics_is_timed(worker: PolicyWorker, batch: TrainBatch)
     for loss_mode, is_timed in (("kl_cov", True), ("vanilla", False)):
         choose(worker, loss_mode)
         request = UpdateRequest(correction_mode(worker._correction), 0)
-        report = worker.update(batch, [share_of(batch, [ROWS])], request)
+        report = worker.update(ragged(batch), [share_of(batch, [ROWS])], request)
         seconds = [
             metric.value for metric in report.metrics if metric.name == "timing_s/correction_statistics"
         ]
@@ -105,7 +105,7 @@ def test_the_optimal_baseline_gets_the_sums_of_squared_probabilities(
     worker: PolicyWorker, batch: TrainBatch
 ) -> None:
     """By Jensen's inequality they are at least exp(-entropy); and at most 1."""
-    log_probs, entropies, squares, _ = worker.compute_log_probs(batch.tokens, [[0, 1, 2], [3, 4, 5]])
+    log_probs, entropies, squares, _ = scored(worker.compute_log_probs, batch.tokens, [[0, 1, 2], [3, 4, 5]])
     assert log_probs.shape == squares.shape
     assert bool((squares >= (-entropies).exp() - 1e-6)[batch.response_mask].all())
     assert bool((squares <= 1)[batch.response_mask].all())

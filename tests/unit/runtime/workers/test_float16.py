@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_checkpoints import whole
-from small_models import make_train_batch, small_run_config, write_small_model
+from small_models import make_train_batch, ragged, small_run_config, write_small_model
 from two_processes import free_port
 
 from verl_rc.algorithm.health.guards import NonFiniteGradientsError, count_nonfinite_updates
@@ -52,7 +52,7 @@ def step(worker: PolicyWorker, factor: float = 1.0) -> OptimizerStep:
     """One optimizer step on a batch whose advantages are multiplied by ``factor``."""
     batch = make_train_batch([7, 2, 5, 1])
     batch.advantages = batch.advantages * factor
-    worker.accumulate(batch, share_of(batch), ObjectiveTotals("actor"), Corrected())
+    worker.accumulate(ragged(batch), share_of(batch), ObjectiveTotals("actor"), Corrected())
     return worker.model.step()
 
 

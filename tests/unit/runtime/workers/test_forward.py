@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import VOCABULARY, make_tokens
+from small_models import VOCABULARY, make_tokens, ragged
 from transformers import AutoModelForCausalLM
 
 from verl_rc.records.batches import TokenBatch, positions_mask
-from verl_rc.records.ragged import Ragged
 from verl_rc.runtime.workers.attention import PackedLayout
 from verl_rc.runtime.workers.forward import ForwardOptions, packed_logits, score_tokens
 from verl_rc.runtime.workers.language_model import load_causal_lm
@@ -168,9 +167,7 @@ def test_tokens_that_the_engine_did_not_keep_count_for_nothing(
         for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
             if not response:
                 continue
-            alone = score_tokens(
-                model, Ragged.from_record(tokens, [row]).padded(), options, with_entropy=True
-            )
+            alone = score_tokens(model, ragged(tokens).padded([row]), options, with_entropy=True)
             text = torch.cat([tokens.prompts[row, 6 - prompt :], tokens.responses[row, :response]])
             logits = plain(text[None]).logits[0] / 0.7
             for t in range(response):

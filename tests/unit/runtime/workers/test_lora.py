@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import make_tokens, small_run_config
+from small_models import make_tokens, scored, small_run_config
 from torch import Tensor
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
@@ -32,8 +32,8 @@ def test_the_reference_is_the_base_model_however_far_the_adapters_went(model_fol
         for name, parameter in worker.model.module.named_parameters():
             if ".lora_" in name:
                 torch.nn.init.constant_(parameter.detach().to_local(), 0.2)  # type: ignore[attr-defined]
-        (reference,) = worker.compute_reference_log_probs(tokens, [[0], [1]])
-        current = worker.compute_log_probs(tokens, [[0, 1]])[0]
+        (reference,) = scored(worker.compute_reference_log_probs, tokens, [[0], [1]])
+        current = scored(worker.compute_log_probs, tokens, [[0, 1]])[0]
     finally:
         worker.close()
     base = AutoModelForCausalLM.from_pretrained(model_folder)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from host_reads import HostReads
-from small_models import make_train_batch, small_run_config
+from small_models import make_train_batch, ragged, scored, small_run_config
 
 from verl_rc.algorithm.losses import AGGREGATION_MODES
 from verl_rc.algorithm.ppo.in_actor import Corrected
@@ -44,7 +44,7 @@ def worker(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def gradient(worker: PolicyWorker, batch: TrainBatch, micro_batches: list[list[int]]) -> torch.Tensor:
     kept = batch.response_mask.sum(-1)
     share = MiniBatch(micro_batches, int(kept.sum()), int((kept > 0).sum()), int(batch.loss_mask.sum()))
-    worker.accumulate(batch, share, ObjectiveTotals("actor"), Corrected())
+    worker.accumulate(ragged(batch), share, ObjectiveTotals("actor"), Corrected())
     flat = torch.cat([p.grad.full_tensor().flatten() for p in worker.model.module.parameters()]).double()  # type: ignore[union-attr]
     worker.model.optimizer.zero_grad()
     return flat
@@ -103,7 +103,9 @@ def test_update_moves_parameters_and_reports_exact_totals(worker: PolicyWorker) 
     before = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()]).clone()  # type: ignore[attr-defined]
     tokens, kept = int(batch.response_mask.sum()), int(batch.loss_mask.sum())
     share = MiniBatch([[0, 1], [2, 3, 4, 5]], tokens, 5, kept)
-    records = worker.update(batch, [share], UpdateRequest(correction_mode(worker._correction), 0)).metrics
+    records = worker.update(
+        ragged(batch), [share], UpdateRequest(correction_mode(worker._correction), 0)
+    ).metrics
     after = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()])  # type: ignore[attr-defined]
     assert not torch.equal(before, after)
     clipped = {record.name: record for record in records}["actor/pg_clipfrac"]
@@ -113,8 +115,8 @@ def test_update_moves_parameters_and_reports_exact_totals(worker: PolicyWorker) 
 
 def test_full_diagnostics_get_entropies_and_sums_of_squared_probabilities(worker: PolicyWorker) -> None:
     batch = make_train_batch(LENGTHS)
-    log_probs, entropies, squares, varentropies = worker.compute_log_probs(
-        batch.tokens, [[0, 1], [2, 3, 4, 5]]
+    log_probs, entropies, squares, varentropies = scored(
+        worker.compute_log_probs, batch.tokens, [[0, 1], [2, 3, 4, 5]]
     )
     some = batch.response_mask
     assert bool((log_probs[some].exp().square() < squares[some]).all())
@@ -126,7 +128,7 @@ def test_a_wholly_rejected_mini_batch_skips_the_step(worker: PolicyWorker) -> No
     batch = make_train_batch(LENGTHS, rejected_rows=tuple(range(len(LENGTHS))))
     before = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()]).clone()  # type: ignore[attr-defined]
     request = UpdateRequest(correction_mode(worker._correction), 0)
-    report = worker.update(batch, [MiniBatch([[0, 1]], 9, 2, num_loss_tokens=0)], request)
+    report = worker.update(ragged(batch), [MiniBatch([[0, 1]], 9, 2, num_loss_tokens=0)], request)
     records = {record.name: record.value for record in report.metrics}
     after = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()])  # type: ignore[attr-defined]
     assert torch.equal(before, after)
@@ -144,7 +146,7 @@ def test_an_update_reads_the_device_where_that_is_announced_and_nowhere_else(wor
     )
     request = UpdateRequest(correction_mode(worker._correction), policy_version=0)
     with HostReads() as reads:
-        worker.update(batch, [share, share], request)
+        worker.update(ragged(batch), [share, share], request)
     # Micro-batches are cut from the rank's rows on the host, before they reach the device.
     places = [place for place in reads.places if not place.startswith("records/ragged.py")]
     assert Counter(places) == {

@@ -7,12 +7,11 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from small_models import VOCABULARY, make_tokens, small_experts, small_model_config
+from small_models import VOCABULARY, make_tokens, ragged, small_experts, small_model_config
 from torch import Tensor
 from transformers import Qwen2ForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 
 from verl_rc.records.batches import TokenBatch
-from verl_rc.records.ragged import Ragged
 from verl_rc.runtime.distributed.sequence_parallel import SequenceParallel
 from verl_rc.runtime.workers.forward import ForwardOptions, PackedSequences, score_tokens
 from verl_rc.runtime.workers.language_model import load_causal_lm
@@ -153,7 +152,7 @@ def test_every_place_of_a_row_takes_the_experts_that_are_recorded_for_it(
         expected[row, :length] = log_probs[PROMPTS[row] - 1 :]
     wanted = gradients(judge, expected.sum())
     for rows in ([0, 1, 2, 3], [3, 1]):
-        part = Ragged.from_record(tokens, rows).padded()
+        part = ragged(tokens).padded(rows)
         scores = score_tokens(model, part, options, with_entropy=False)
         width = scores.log_probs.shape[1]
         assert torch.allclose(scores.log_probs, expected[rows, :width], atol=1e-5)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_checkpoints import change, whole
-from small_models import make_tokens, small_run_config
+from small_models import make_tokens, scored, small_run_config
 from torch.distributed.tensor import DTensor
 from two_processes import free_port
 
@@ -83,7 +83,7 @@ def test_what_is_freed_is_given_back_after_every_use(
         monkeypatch.setattr(worker.model, "_device", torch.device("cuda"))
         tokens = make_tokens([1, 2], [3, 4])
         uses: list[Callable[[], object]] = [
-            lambda: worker.compute_log_probs(tokens, [[0, 1]]),
+            lambda: scored(worker.compute_log_probs, tokens, [[0, 1]]),
             lambda: worker.save(tmp_path / "saved"),
             lambda: worker.load(tmp_path / "saved"),
         ]

@@ -3,6 +3,7 @@ numbers are not."""
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from small_checkpoints import whole
-from small_models import make_train_batch, small_run_config, write_small_model
+from small_models import make_train_batch, ragged, scored, small_run_config, write_small_model
 from two_processes import free_port
 
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.records.batches import CriticBatch, TrainBatch
+from verl_rc.records.ragged import Ragged
 from verl_rc.runtime.distributed.process_group import RankAddress
 from verl_rc.runtime.workers.trainer_rank import TrainerRank
 from verl_rc.runtime.workers.updates import UpdateRequest
@@ -80,14 +82,14 @@ def train(rank: TrainerRank | Alone, role: str, batch: TrainBatch) -> None:
     share = MiniBatch(ROWS, int(counted.sum()), len(counted), int(batch.loss_mask.sum()))
     if role == "actor":
         request = UpdateRequest(correction_mode(RolloutCorrectionConfig()), 0)
-        rank.call("actor", "update", batch, [share], request)
+        rank.call("actor", "update", ragged(batch), [share], request)
     if role == "critic":
         values = torch.zeros_like(batch.advantages)
         returns = torch.where(batch.response_mask, 1.0, 0.0)
         rank.call(
             "critic",
             "update",
-            CriticBatch(batch.tokens, batch.response_mask, values, returns, batch_size=[4]),
+            ragged(CriticBatch(batch.tokens, batch.response_mask, values, returns, batch_size=[4])),
             [share],
         )
 
@@ -101,7 +103,7 @@ def trained(folder: Path, *roles: str) -> dict[str, torch.Tensor]:
         batch = make_train_batch([7, 2, 5, 6], seed=step)
         batch.reference_log_probs = batch.old_log_probs
         for role in roles:
-            found[f"{role} {step}"] = rank.call(role, scoring[role], batch.tokens, ROWS)[0]
+            found[f"{role} {step}"], *_ = scored(partial(rank.call, role, scoring[role]), batch.tokens, ROWS)
         for role in reversed(roles):
             train(rank, role, batch)
     for role in roles:
@@ -176,3 +178,25 @@ def test_models_of_one_mesh_share_the_process_group(model_folder: Path) -> None:
     start(model_folder, *WORKERS)
     assert dist.get_world_size() == 1
     assert len(dist.distributed_c10d._world.pg_map) == 1
+
+
+def test_a_rank_pads_each_micro_batch_once_and_nothing_else(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = make_train_batch([7, 2, 5, 6])
+    batch.reference_log_probs = batch.old_log_probs
+    padded, pad = list[Sequence[int]](), Ragged.padded
+
+    def noted(rows_of_share: Ragged[TrainBatch], rows: Sequence[int]) -> TrainBatch:
+        padded.append(rows)
+        return pad(rows_of_share, rows)
+
+    monkeypatch.setattr(Ragged, "padded", noted)
+    rank = start(model_folder, *WORKERS)
+    for role, method in (("actor", "compute_log_probs"), ("critic", "compute_values")):
+        rank.call(role, method, ragged(batch.tokens), ROWS)
+        assert padded == ROWS
+        train(rank, role, batch)
+        assert padded == [*ROWS, *ROWS]
+        padded.clear()
+    rank.close()

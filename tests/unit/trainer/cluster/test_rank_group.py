@@ -32,10 +32,10 @@ class LengthRank:
     """Answers at once: the length of every row it is to score, on each of the row's tokens, and beside it its
     negative; 0 for rows it is not asked about."""
 
-    def score(
+    def call(
         self, method: str, tokens: Ragged[TokenBatch], micro_batches: Sequence[Sequence[int]]
     ) -> list[Column]:
-        lengths = tokens.padded().response_lengths
+        lengths = torch.tensor(tokens.lengths["BR"])
         asked = torch.zeros_like(lengths)
         for rows in micro_batches:
             asked[list(rows)] = lengths[list(rows)]
@@ -48,6 +48,10 @@ def group_of(ranks: int, sharing: int = 1) -> RankGroup:
     group._ranks = [LengthRank() for _ in range(ranks)]  # type: ignore[misc]
     group.ranks_per_share = sharing
     return group
+
+
+def whole(rows: Ragged[TrainBatch]) -> TrainBatch:
+    return rows.padded(range(len(rows.lengths["BR"])))
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=str)
@@ -64,7 +68,7 @@ def test_shares_name_the_rows_they_come_with(ranks: int, limit: MicroBatchLimit)
     )
     parts = group_of(ranks).split(batch, mini_batches, limit)
     for number, mini_batch in enumerate(mini_batches):
-        shares = [(rows.padded(), own[number]) for rows, own in parts]
+        shares = [(whole(rows), own[number]) for rows, own in parts]
         assert len({len(share.micro_batches) for _, share in shares}) == 1
         for _, share in shares:
             assert (share.num_tokens, share.num_sequences) == (
@@ -140,7 +144,7 @@ def test_ranks_that_share_rows_get_the_same_and_one_answers(monkeypatch: pytest.
     assert [number for number, _ in group.call_update(parts).result] == [0, 2]
     assert [given for _, given in answered[-1]] == [parts[0], parts[0], parts[1], parts[1]]
     lengths = [
-        [int(rows.padded().tokens.sequence_lengths[list(part)].sum()) for part in own[0].micro_batches]
+        [int(whole(rows).tokens.sequence_lengths[list(part)].sum()) for part in own[0].micro_batches]
         for rows, own in parts
     ]
     assert 14 < max(map(max, lengths)) <= 28  # tokens of two ranks
