@@ -10,7 +10,7 @@ from real_steps import RealRun
 
 from verl_rc.algorithm.ppo.choices import log_prob_limit
 from verl_rc.config.rollout import MultiTurnConfig
-from verl_rc.records.batches import unpadded
+from verl_rc.records.batches import real_rows
 from verl_rc.records.rollout_batch import build_rollout_batch
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 from verl_rc.trainer.cluster.remote import wait_for_all
@@ -60,7 +60,8 @@ def test_sampled_tokens_reach_the_trainer_unchanged_and_with_the_log_probs_it_co
     ]
     assert rollouts.num_turns.tolist() == [1 + len(row) for row in turns]
     assert max(len(row) for row in turns) == 5  # three turns of the policy, two answers
-    for row, tokens in enumerate(unpadded(rollouts.tokens.responses, lengths)):
+    for row, values in enumerate(real_rows(rollouts.tokens.responses, lengths)):
+        tokens = values.tolist()
         ends = [i for i in range(len(tokens) - 1) if mask[row, i] and not mask[row, i + 1]]
         assert all(tokens[i] in stops for i in ends)
     # The trainer computes them over prompt and response as they are: other tokens in any turn's prompt would

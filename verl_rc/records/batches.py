@@ -341,8 +341,3 @@ def left_padded(rows: list[list[int]], pad_token_id: int) -> tuple[Tensor, Tenso
     lengths = torch.tensor([len(row) for row in rows])
     token_ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
     return pad_sequence(token_ids, True, pad_token_id, padding_side="left"), lengths
-
-
-def unpadded(token_ids: Tensor, lengths: Tensor) -> list[list[int]]:
-    """The first ``lengths[i]`` of row i of ``token_ids`` (int64 ``[B, R]``), as lists."""
-    return [row[:length] for row, length in zip(token_ids.tolist(), lengths.tolist(), strict=True)]

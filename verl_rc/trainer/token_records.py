@@ -16,7 +16,7 @@ from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.config.schema import public_values
 from verl_rc.correction.log_ratio import LogRatio
 from verl_rc.metrics.json_lines import set_aside
-from verl_rc.records.batches import RolloutBatch, unpadded
+from verl_rc.records.batches import RolloutBatch
 from verl_rc.records.rollout_batch import at_turn_ends
 from verl_rc.records.samples import Samples
 from verl_rc.records.token_records.token_parquet import set_aside_later, thin_out, write_record
@@ -234,4 +234,5 @@ def _row_columns(samples: Samples, recorded: RecordedRows) -> dict[str, Array]:
 
 def _prompts(samples: Samples, rows: Sequence[int]) -> list[list[int]]:
     tokens = samples.rollouts.tokens
-    return [row[::-1] for row in unpadded(tokens.prompts[rows].flip(-1), tokens.prompt_lengths[rows])]
+    lengths = tokens.prompt_lengths[rows].tolist()
+    return [row[-length:] for row, length in zip(tokens.prompts[rows].tolist(), lengths, strict=True)]

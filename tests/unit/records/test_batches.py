@@ -17,7 +17,6 @@ from verl_rc.records.batches import (
     TrainBatch,
     left_padded,
     positions_mask,
-    unpadded,
 )
 
 
@@ -46,11 +45,6 @@ def test_rows_can_be_picked_and_pickled() -> None:
 def test_wrong_dtype_or_shape_names_the_field(change: dict[str, torch.Tensor]) -> None:
     with pytest.raises(ValueError, match=rf"TokenBatch\.{next(iter(change))} must be torch\.int64"):
         make_tokens(**change)
-
-
-def test_padding_falls_off() -> None:
-    tokens = make_tokens()
-    assert unpadded(tokens.responses, tokens.response_lengths) == [[1, 2], [3]]
 
 
 def test_positions_mask_and_left_padding() -> None:
