@@ -4,7 +4,6 @@ driver."""
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -50,47 +49,8 @@ class Measured:
     them."""
 
 
-class MiniBatchCorrection(Protocol):
-    """Correction of the mini-batches of an update, one after the other."""
-
-    reads_entropies: bool
-    """Whether ``correct`` reads entropies of the current policy."""
-    seconds: float
-    """Seconds spent on passes without gradient that only served statistics."""
-
-    @property
-    def reads_squares(self) -> bool:
-        """Whether ``correct`` reads sums of squared probabilities in this mini-batch."""
-
-    def begin_mini_batch(
-        self, share: MiniBatch, num_updates: int, current: CurrentLogProbs
-    ) -> tuple[int, int]:
-        """Begin a mini-batch after ``num_updates`` optimizer updates of the step; returns the denominators
-        of its loss, tokens and sequences. Collective."""
-
-    def preview(self, batch: TrainBatch, log_probs: Tensor) -> TrainBatch:
-        """The micro-batch as ``correct`` will return it, without adding to the statistics."""
-
-    def correct(self, batch: TrainBatch, current: TokenScores) -> tuple[TrainBatch, dict[str, Mean[Tensor]]]:
-        """The micro-batch with weights and ``loss_mask`` from its current log-probs, and averages by metric
-        name."""
-
-    def end_mini_batch(self, share: MiniBatch, num_updates: int) -> int:
-        """End a mini-batch; returns the number of its tokens, over all ranks, in the loss. Collective.
-
-        Raises ``NonFiniteLogProbError`` when too many of its log-probs are not finite.
-        """
-
-    @property
-    def before_update(self) -> CorrectionStatistics | None:
-        """See ``Measured``, so far."""
-
-    def measured(self) -> Measured | None:
-        """What was measured, over all mini-batches and ranks, on the CPU. Collective."""
-
-
 class Corrected:
-    """The driver has corrected: nothing is left to do."""
+    """The driver has corrected: nothing is left to do. The methods are those of ``ActorCorrection``."""
 
     reads_entropies = reads_squares = False
     seconds = 0.0
@@ -126,6 +86,7 @@ class ActorCorrection:
     """The actor corrects, by the log-probs of its current policy, and merges what it measures."""
 
     reads_entropies = True
+    """Whether ``correct`` reads entropies of the current policy."""
 
     def __init__(
         self,
@@ -140,7 +101,9 @@ class ActorCorrection:
         ``TrainBatch.old_log_probs``, which the step has recomputed for it; the others as in
         ``InActor.during_update``."""
         self.seconds = 0.0
+        """Seconds spent on passes without gradient that only served statistics."""
         self.before_update: CorrectionStatistics | None = None
+        """See ``Measured``, so far."""
         self._config = config
         self._by_age = by_age
         self._policy_version = policy_version
@@ -162,14 +125,16 @@ class ActorCorrection:
 
     @property
     def reads_squares(self) -> bool:
-        """Whether signatures of this mini-batch are measured: with full diagnostics those of the first one,
-        after which the policies differ by design."""
+        """Whether ``correct`` reads sums of squared probabilities, for the signatures of this mini-batch: with
+        full diagnostics in the first one, after which the policies differ by design."""
         return self._step is None and self._config.diagnostics == "full"
 
     def begin_mini_batch(
         self, share: MiniBatch, num_updates: int, current: CurrentLogProbs
     ) -> tuple[int, int]:
-        """Measure the whole mini-batch in a pass without gradient, if its loss depends on it."""
+        """Begin a mini-batch after ``num_updates`` optimizer updates of the step; measure all of it in a pass
+        without gradient, if its loss depends on it. Returns the denominators of the loss, tokens and
+        sequences. Collective."""
         self._num_updates, self._measured_first = num_updates, None
         planned = share.num_tokens, share.num_sequences
         if not needs_statistics_first(self._config):
@@ -182,11 +147,12 @@ class ActorCorrection:
         return counts if self._config.rejection_denominator == "kept" else planned
 
     def preview(self, batch: TrainBatch, log_probs: Tensor) -> TrainBatch:
-        """The micro-batch as ``correct`` will return it."""
+        """The micro-batch as ``correct`` will return it, without adding to the statistics."""
         return self._against_rollout(batch, log_probs)[0]
 
     def correct(self, batch: TrainBatch, current: TokenScores) -> tuple[TrainBatch, dict[str, Mean[Tensor]]]:
-        """The micro-batch with weights and ``loss_mask`` from its current log-probs."""
+        """The micro-batch with weights and ``loss_mask`` from its current log-probs, and averages by metric
+        name."""
         assert current.entropies is not None
         if self.reads_squares:
             self._signatures = _merged(self._signatures, measure_signatures(batch, current))
@@ -218,7 +184,10 @@ class ActorCorrection:
         return corrected_current(batch, log_probs, self._config, version, self._measured_first)
 
     def end_mini_batch(self, share: MiniBatch, num_updates: int) -> int:
-        """End a mini-batch; returns the number of its tokens, over all ranks, in the loss."""
+        """End a mini-batch; returns the number of its tokens, over all ranks, in the loss. Collective.
+
+        Raises ``NonFiniteLogProbError`` when too many of its log-probs are not finite.
+        """
         del share
         mini_batch, (num_tokens, _) = self._totals()
         # From totals over all ranks, so that all of them raise: the others would wait for one that raises
@@ -240,7 +209,7 @@ class ActorCorrection:
         return statistics, (num_tokens, num_sequences)
 
     def measured(self) -> Measured | None:
-        """What was measured, over all mini-batches and ranks, on the CPU."""
+        """What was measured, over all mini-batches and ranks, on the CPU. Collective."""
         if self._step is None:  # every mini-batch was skipped
             return None
         signatures = None if self._signatures is None else _on_cpu(self._over_ranks(self._signatures))
@@ -251,6 +220,10 @@ class ActorCorrection:
         return statistics.with_vectors(
             self._ranks.sum(statistics.sums.clone()), self._ranks.maximum(statistics.maxima.clone())
         )
+
+
+MiniBatchCorrection = Corrected | ActorCorrection
+"""Correction of the mini-batches of an update, one after the other."""
 
 
 def _merged(total: CorrectionStatistics | None, part: CorrectionStatistics) -> CorrectionStatistics:
