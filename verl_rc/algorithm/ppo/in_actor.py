@@ -125,8 +125,8 @@ class ActorCorrection:
 
     @property
     def reads_squares(self) -> bool:
-        """Whether ``correct`` reads sums of squared probabilities, for the signatures of this mini-batch: with
-        full diagnostics in the first one, after which the policies differ by design."""
+        """Whether ``correct`` reads sums of squared probabilities, for signatures: with full diagnostics, in
+        the first mini-batch. After it the policies differ by design."""
         return self._step is None and self._config.diagnostics == "full"
 
     def begin_mini_batch(
