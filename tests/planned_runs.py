@@ -15,13 +15,13 @@ from verl_rc.algorithm.ppo.in_actor import corrected_current, loss_counts, with_
 from verl_rc.algorithm.ppo.mini_batches import plan_mini_batches
 from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.algorithm.ppo.objective import policy_objective
-from verl_rc.algorithm.ppo.train_batch import ScoredStep, build_train_batch
+from verl_rc.algorithm.ppo.train_batch import StepInputs, build_train_batch
 from verl_rc.config.checks import check_run
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.correction import require_finite
 from verl_rc.records.batches import PolicyEvaluations, TokenScores, TrainBatch
-from verl_rc.records.samples import Samples
+from verl_rc.records.scored_batch import ScoredBatch
 
 ROWS, WIDTH, GROUP = 40, 7, 4
 EMPTY_ROW = 5
@@ -43,7 +43,7 @@ ON_8_GPUS: Given = {
 class Inputs:
     """What the driver knows before a step's updates."""
 
-    samples: Samples
+    scored: ScoredBatch
     evaluations: PolicyEvaluations
 
 
@@ -104,13 +104,13 @@ def make_inputs() -> Inputs:
         teacher_top_log_probs=-0.5 - 2 * torch.rand(ROWS, WIDTH, 3, generator=generator),
         batch_size=[ROWS],
     )
-    samples = Samples(
+    scored = ScoredBatch(
         ones_rollouts(rollout, lengths, GROUP),
         reward_baselines=torch.randn(ROWS, generator=generator),
         component_scores=torch.randn(ROWS, 2, generator=generator),
         scores=torch.randn(ROWS, generator=generator),
     )
-    return Inputs(samples, evaluations)
+    return Inputs(scored, evaluations)
 
 
 INPUTS = make_inputs()
@@ -125,14 +125,14 @@ def current_scores() -> TokenScores:
     return TokenScores(log_probs, (noise.abs() + 0.5).requires_grad_())
 
 
-def scored_step(config: RunConfig, inputs: Inputs = INPUTS) -> ScoredStep:
+def step_inputs(config: RunConfig, inputs: Inputs = INPUTS) -> StepInputs:
     """What the driver hands to the actor."""
     evaluations, algorithm = inputs.evaluations.clone(), config.algorithm
     if algorithm.rollout_correction.mode != "decoupled":
         evaluations.proximal_log_probs = None
     mode = correction_mode(algorithm.rollout_correction)
     return build_train_batch(
-        inputs.samples, evaluations, algorithm, mode, algorithm.kl_ctrl.kl_coef, current_version=0
+        inputs.scored, evaluations, algorithm, mode, algorithm.kl_ctrl.kl_coef, current_version=0
     )
 
 
@@ -202,7 +202,7 @@ def outcome(config: RunConfig, inputs: Inputs = INPUTS) -> tuple[bytes, ...]:
     current = current_scores()
     key = config.algorithm.model_dump_json(), id(inputs)
     if key not in _BATCHES:
-        _BATCHES[key] = inputs, scored_step(config, inputs).batch
+        _BATCHES[key] = inputs, step_inputs(config, inputs).batch
     loss = loss_of(config, _BATCHES[key][1], current)
     leaves = [current.log_probs, current.entropies]
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)

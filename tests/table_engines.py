@@ -11,7 +11,7 @@ from small_models import small_run_config
 from verl_rc.algorithm.rewards import RewardOutput
 from verl_rc.records.dataset import PromptRow
 from verl_rc.records.parts import Sample
-from verl_rc.records.samples import Samples
+from verl_rc.records.scored_batch import ScoredBatch
 from verl_rc.runtime.checkpoint import RunState
 from verl_rc.runtime.rollout.engine import QueuedSample
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
@@ -121,7 +121,7 @@ def new_supply(run: Any, state: RunState) -> Supply:
     return Supply(services, state, Publisher(services, state))
 
 
-def sample(run: Any) -> tuple[Samples, dict[str, float]]:
+def sample(run: Any) -> tuple[ScoredBatch, dict[str, float]]:
     """What the first step trains on, and its metrics once its books are closed."""
     record = StepRecord()
     supply = new_supply(run, RunState())

@@ -12,7 +12,7 @@ from verl_rc.records.dataset import PromptRow
 from verl_rc.records.episode import Episode
 from verl_rc.records.parts import Sample, token_ids
 from verl_rc.records.rollout_batch import build_rollout_batch, check_versions
-from verl_rc.records.samples import Samples
+from verl_rc.records.scored_batch import ScoredBatch
 from verl_rc.runtime.rollout.environment import EpisodeFailedError
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 from verl_rc.trainer import stages
@@ -31,25 +31,25 @@ def validate(services: Services, publisher: Publisher, record: StepRecord, step:
     Every sample has the same seed at every step, so two validations differ by the weights alone.
     """
     with record.stage("testing"):
-        samples = _sample_in_batches(services, publisher.engine_replacer(step, record), step)
-    record.add(validation_metrics(samples, services.config.actor_rollout_ref.rollout.val_kwargs.n))
+        scored = _sample_in_batches(services, publisher.engine_replacer(step, record), step)
+    record.add(validation_metrics(scored, services.config.actor_rollout_ref.rollout.val_kwargs.n))
     num_shown = services.config.trainer.log_val_generations
     if num_shown:
-        _show_samples(services.tracker, samples, len(services.validation_rows), num_shown, step)
+        _show_samples(services.tracker, scored, len(services.validation_rows), num_shown, step)
     if services.config.trainer.validation_data_dir is not None:
-        stages.write_samples(services.config.trainer.validation_data_dir, samples, step)
-    return math.fsum(samples.accuracies()) / len(samples)
+        stages.write_samples(services.config.trainer.validation_data_dir, scored, step)
+    return math.fsum(scored.accuracies()) / len(scored)
 
 
-def validation_metrics(samples: Samples, samples_per_prompt: int) -> dict[str, float]:
+def validation_metrics(scored: ScoredBatch, samples_per_prompt: int) -> dict[str, float]:
     """Statistics of every data source and variable: ``val-core`` for the headline, ``val-aux`` for the rest.
 
     Variables are the reward and the numeric columns of the reward function. A sample without a finite number
     (None, NaN) does not count; a variable that no sample of a source has is left out there. ``acc`` makes the
     headline where there is one, else the reward. Samples vote (``maj@n``) by the column ``pred``.
     """
-    rows = samples.rows
-    columns: dict[str, list[object]] = {**samples.extras, "reward": list(samples.scores.tolist())}
+    rows = scored.rows
+    columns: dict[str, list[object]] = {**scored.extras, "reward": list(scored.scores.tolist())}
     votes = columns.pop("pred", [None] * len(rows))
     answers = [None if vote is None else str(vote) for vote in votes]
     indices_by_source: dict[str, list[int]] = defaultdict(list)
@@ -79,7 +79,7 @@ def validation_metrics(samples: Samples, samples_per_prompt: int) -> dict[str, f
     return metrics
 
 
-def _sample_in_batches(services: Services, replace_lost: EngineReplacer, step: int) -> Samples:
+def _sample_in_batches(services: Services, replace_lost: EngineReplacer, step: int) -> ScoredBatch:
     """``data.val_batch_size`` prompts at once, with all their samples; the engines hold version ``step`` of
     the weights."""
     data = services.config.data
@@ -116,7 +116,7 @@ def _sample_in_batches(services: Services, replace_lost: EngineReplacer, step: i
     check_versions(rollouts, expected_version=step)
     responses = [token_ids(sample.parts) for sample in samples]
     scores = score(services, rows, responses, [sample.replies for sample in samples])
-    return Samples(rollouts, scores.values, rows, scores.texts, scores.extras)
+    return ScoredBatch(rollouts, scores.values, rows, scores.texts, scores.extras)
 
 
 def _episode(config: RunConfig, row: PromptRow, index: int) -> Episode:
@@ -146,17 +146,17 @@ def open_for_validation(rows: list[PromptRow], openings: Openings | None, seed: 
     return opened_rows
 
 
-def _show_samples(tracker: Tracker, samples: Samples, num_prompts: int, count: int, step: int) -> None:
+def _show_samples(tracker: Tracker, scored: ScoredBatch, num_prompts: int, count: int, step: int) -> None:
     """Log ``count`` samples of the same prompts at every step, the samples of a prompt together."""
-    samples_per_prompt = len(samples) // num_prompts
+    samples_per_prompt = len(scored) // num_prompts
     num_shown_prompts = min(math.ceil(count / samples_per_prompt), num_prompts)
     prompts = sorted(random.Random(42).sample(range(num_prompts), num_shown_prompts))
     sample_indices = [
         prompt * samples_per_prompt + sample for prompt in prompts for sample in range(samples_per_prompt)
     ][:count]
-    rows, scores = samples.rows, samples.scores.tolist()
+    rows, scores = scored.rows, scored.scores.tolist()
     table = [
-        [rows[i].prompt[-1]["content"], samples.texts[i], str(rows[i].ground_truth), scores[i]]
+        [rows[i].prompt[-1]["content"], scored.texts[i], str(rows[i].ground_truth), scores[i]]
         for i in sample_indices
     ]
     tracker.log_table("val/generations", ["input", "output", "ground_truth", "score"], table, step)

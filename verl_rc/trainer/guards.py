@@ -8,7 +8,7 @@ from torch import Tensor
 
 from verl_rc.algorithm.health.findings import Findings
 from verl_rc.algorithm.health.guards import RewardHistory
-from verl_rc.algorithm.ppo.train_batch import ScoredStep
+from verl_rc.algorithm.ppo.train_batch import StepInputs
 from verl_rc.config.run import AlertAction, AlertsConfig, RunConfig
 from verl_rc.metrics import Metric, Reduction
 from verl_rc.metrics.sinks import Tracker
@@ -33,7 +33,7 @@ class Guards:
     def decide_update(
         self,
         rewards: RewardHistory,
-        scored: ScoredStep,
+        inputs: StepInputs,
         findings: Findings,
         step: Step,
     ) -> bool:
@@ -43,7 +43,7 @@ class Guards:
         Raises ``TokensChangedError`` when a row does not hold what the engines returned, and ``LedgerError``
         when the batch does not hold all that they sampled for it.
         """
-        batch, fingerprints, record = scored.batch, scored.samples.rollouts.fingerprints, step.record
+        batch, fingerprints, record = inputs.batch, inputs.scored.rollouts.fingerprints, step.record
         with record.stage("adv"):
             record.ledger.require_in_batch(int(torch.count_nonzero(batch.response_mask)))
             assert fingerprints is not None

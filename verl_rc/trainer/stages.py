@@ -10,12 +10,12 @@ import torch
 from verl_rc.algorithm.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
 from verl_rc.algorithm.ppo.choices import log_prob_limit, update_limit
 from verl_rc.algorithm.ppo.mini_batches import plan_mini_batches
-from verl_rc.algorithm.ppo.train_batch import ScoredStep, build_train_batch, critic_batch
+from verl_rc.algorithm.ppo.train_batch import StepInputs, build_train_batch, critic_batch
 from verl_rc.algorithm.supply.ledger import accounts_of_update
 from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.records.batches import PolicyEvaluations, RolloutBatch, TrainBatch
 from verl_rc.records.optimizer_step import OptimizerStep
-from verl_rc.records.samples import Samples
+from verl_rc.records.scored_batch import ScoredBatch
 from verl_rc.runtime.rollout.sampling import request_seed
 from verl_rc.runtime.workers.updates import ActorReport, UpdateRequest
 from verl_rc.trainer.guards import require_exact
@@ -105,13 +105,15 @@ def _proximal_policy(services: Services, rollouts: RolloutBatch, step: Step) -> 
     }
 
 
-def correct(services: Services, samples: Samples, evaluations: PolicyEvaluations, step: Step) -> ScoredStep:
+def correct(
+    services: Services, scored: ScoredBatch, evaluations: PolicyEvaluations, step: Step
+) -> StepInputs:
     """Rewards, advantages and, in the driver's mode, rollout correction: the batch to train on. Records its
     metrics, and writes its samples as JSON lines to ``trainer.rollout_data_dir`` where that is set."""
     config, record = services.config, step.record
     with record.stage("adv"):
-        scored = build_train_batch(
-            samples,
+        inputs = build_train_batch(
+            scored,
             evaluations,
             config.algorithm,
             step.mode,
@@ -119,26 +121,26 @@ def correct(services: Services, samples: Samples, evaluations: PolicyEvaluations
             step.number - 1,
             config.async_training.max_token_age,
         )
-    record.add(batch_metrics(scored, config.data.max_response_length, config.data.max_prompt_length))
-    if scored.correction is not None:
-        record.add(policy_gap_metrics(samples.rollouts, evaluations))
-    if scored.reward_kl is not None:
+    record.add(batch_metrics(inputs, config.data.max_response_length, config.data.max_prompt_length))
+    if inputs.correction is not None:
+        record.add(policy_gap_metrics(scored.rollouts, evaluations))
+    if inputs.reward_kl is not None:
         coefficient = step.control.kl_coef
         record.add(
-            {"actor/reward_kl_penalty": scored.reward_kl, "actor/reward_kl_penalty_coeff": coefficient}
+            {"actor/reward_kl_penalty": inputs.reward_kl, "actor/reward_kl_penalty_coeff": coefficient}
         )
     if config.trainer.rollout_data_dir is not None:
         with record.stage("dump_rollout_generations"):
-            write_samples(config.trainer.rollout_data_dir, samples, step.number)
-    return scored
+            write_samples(config.trainer.rollout_data_dir, scored, step.number)
+    return inputs
 
 
-def update_critic(services: Services, scored: ScoredStep, step: Step) -> list[OptimizerStep]:
+def update_critic(services: Services, inputs: StepInputs, step: Step) -> list[OptimizerStep]:
     """One optimizer step per mini-batch and epoch, none without a critic; returns what became of them."""
     if services.critic is None:
         return []
     critic = services.config.critic
-    rows = critic_batch(scored)
+    rows = critic_batch(inputs)
     step.record.add(critic_metrics(rows))
     mini_batches = plan_mini_batches(
         rows.response_mask,
@@ -193,17 +195,17 @@ def update_actor(services: Services, gap_limit: float | None, batch: TrainBatch,
     return report
 
 
-def write_samples(folder: str, samples: Samples, step: int) -> None:
+def write_samples(folder: str, scored: ScoredBatch, step: int) -> None:
     """``<folder>/<step>.jsonl``: input, output, ground truth, score and the reward's extras of every
     sample."""
     path = Path(folder) / f"{step}.jsonl"
-    rows = zip(samples.rows, samples.texts, samples.scores.tolist(), strict=True)
+    rows = zip(scored.rows, scored.texts, scored.scores.tolist(), strict=True)
     with (
         FolderClaim(path.parent, "samples"),
         path.open("w", encoding="utf-8", errors="backslashreplace") as file,
     ):  # JSON's own way to write half a surrogate pair
         for index, (row, text, value) in enumerate(rows):
-            extras = {name: column[index] for name, column in samples.extras.items()}
+            extras = {name: column[index] for name, column in scored.extras.items()}
             own = {
                 "input": row.prompt,
                 "output": text,

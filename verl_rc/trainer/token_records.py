@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_rc.algorithm.ppo.train_batch import ScoredStep
+from verl_rc.algorithm.ppo.train_batch import StepInputs
 from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.config.schema import public_values
 from verl_rc.correction.log_ratio import LogRatio
 from verl_rc.metrics.json_lines import set_aside
 from verl_rc.records.batches import RolloutBatch
 from verl_rc.records.rollout_batch import at_turn_ends
-from verl_rc.records.samples import Samples
+from verl_rc.records.scored_batch import ScoredBatch
 from verl_rc.records.token_records.token_parquet import set_aside_later, thin_out, write_record
 from verl_rc.records.token_records.token_record import FOLDER, PIECES, Array, TokenRecord, class_of
 from verl_rc.runtime.rollout.sampling import request_seed
@@ -70,7 +70,7 @@ class TokenRecorder:
         set_aside_later(self._folder, steps_done)
         set_aside(self._folder / PIECES)
 
-    def write(self, scored: ScoredStep, step: Step) -> None:
+    def write(self, inputs: StepInputs, step: Step) -> None:
         """Write the record of a step, if one is due."""
         why = self._reason(step.number)
         if why is None:
@@ -78,7 +78,7 @@ class TokenRecorder:
         self._claim.require()
         with step.record.stage("token_records"):
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_record(self._folder, self._record(scored, step, why))
+            write_record(self._folder, self._record(inputs, step, why))
             thin_out(self._folder, self._settings.max_megabytes << 20, MOST_FILES, _KEPT)
 
     def _reason(self, step: int) -> str | None:
@@ -96,12 +96,12 @@ class TokenRecorder:
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
-    def _record(self, scored: ScoredStep, step: Step, why: str) -> TokenRecord:
-        samples, rollouts = scored.samples, scored.samples.rollouts
-        squares = _squares(scored.evaluations.proximal_log_probs, rollouts)
+    def _record(self, inputs: StepInputs, step: Step, why: str) -> TokenRecord:
+        scored, rollouts = inputs.scored, inputs.scored.rollouts
+        squares = _squares(inputs.evaluations.proximal_log_probs, rollouts)
         seed = self._services.config.trainer.seed
         seed = request_seed({"seed": seed, "step": step.number, "token_records": 1})
-        num_rows = len(samples) if why == "full" else self._settings.rows_per_step
+        num_rows = len(scored) if why == "full" else self._settings.rows_per_step
         recorded = RecordedRows.choose(squares, num_rows, seed)
         lengths = rollouts.tokens.response_lengths[recorded.rows]
         written = torch.arange(rollouts.response_mask.shape[1]) < lengths[:, None]
@@ -110,10 +110,10 @@ class TokenRecorder:
             flat: Array = values[recorded.rows][written].numpy()
             return flat
 
-        columns = dict(_token_columns(scored))
+        columns = dict(_token_columns(inputs))
         tokens = {name: tokens_of(values) for name, values in columns.items()}
         ids = tokens_of(rollouts.tokens.responses)
-        prompts = [np.asarray(prompt) for prompt in _prompts(samples, recorded.rows)]
+        prompts = [np.asarray(prompt) for prompt in _prompts(scored, recorded.rows)]
         contents = self._settings.contents
         tokens["token_class"] = self._token_classes(
             ids, prompts if contents == "full" else [], contents != "numbers_only", step.number
@@ -127,10 +127,10 @@ class TokenRecorder:
                 "step": step.number,
                 "why": why,
                 "current_version": step.number - 1,
-                "rows_of_batch": len(samples),
-                "tokens_of_batch": samples.num_tokens,
+                "rows_of_batch": len(scored),
+                "tokens_of_batch": scored.num_tokens,
             },
-            _row_columns(samples, recorded),
+            _row_columns(scored, recorded),
             lengths.numpy(),
             tokens,
             prompts if contents == "full" else None,
@@ -185,22 +185,22 @@ def _squares(proximal: Tensor | None, rollouts: RolloutBatch) -> Tensor:
     return torch.where(is_finite, ratio.sequence_sums(ratio.values.double().square()), torch.inf)
 
 
-def _token_columns(scored: ScoredStep) -> Iterator[tuple[str, Tensor]]:
+def _token_columns(inputs: StepInputs) -> Iterator[tuple[str, Tensor]]:
     """Tensors ``[B, R]`` by column, those of the correction where the driver makes it."""
-    samples, evaluations, batch = scored.samples, scored.evaluations, scored.batch
-    rollouts = samples.rollouts
+    scored, evaluations, batch = inputs.scored, inputs.evaluations, inputs.batch
+    rollouts = scored.rollouts
     yield "response_mask", rollouts.response_mask
     yield "rollout_log_prob", rollouts.rollout_log_probs
     yield "advantage", batch.advantages
     yield "version", rollouts.policy_versions
     if rollouts.tokens.restarts is not None:
         yield "restart", rollouts.tokens.restarts
-    if samples.episodes:
-        rewards = [[reply.reward for reply in replies] for replies in samples.episodes]
+    if scored.episodes:
+        rewards = [[reply.reward for reply in replies] for replies in scored.episodes]
         yield "turn_reward", at_turn_ends(rewards, rollouts.response_mask)
-        waits = [[reply.waited for reply in replies] for replies in samples.episodes]
+        waits = [[reply.waited for reply in replies] for replies in scored.episodes]
         yield "turn_wait", at_turn_ends(waits, rollouts.response_mask)
-    if scored.correction is not None:
+    if inputs.correction is not None:
         yield "old_log_prob", batch.old_log_probs
         yield "kept", batch.loss_mask | ~batch.response_mask
         if batch.rollout_is_weights is not None:
@@ -216,23 +216,23 @@ def _token_columns(scored: ScoredStep) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, values) for name, values in optional.items() if values is not None)
 
 
-def _row_columns(samples: Samples, recorded: RecordedRows) -> dict[str, Array]:
+def _row_columns(scored: ScoredBatch, recorded: RecordedRows) -> dict[str, Array]:
     rows = recorded.rows
-    engines = samples.rollouts.engines
+    engines = scored.rollouts.engines
     numbers = {} if engines is None else {"engine": engines[rows].numpy()}
     return {
         **numbers,
         "row": np.array(rows),
-        "group": samples.rollouts.group_ids[rows].numpy(),
-        "source": np.array([str(samples.rows[row].data_source) for row in rows], dtype=object),
+        "group": scored.rollouts.group_ids[rows].numpy(),
+        "source": np.array([str(scored.rows[row].data_source) for row in rows], dtype=object),
         "chosen_by": np.array(["worst" if worst else "random" for worst in recorded.is_worst], dtype=object),
         "inclusion": np.array([0.0 if worst else recorded.inclusion for worst in recorded.is_worst]),
-        "score": samples.scores[rows].numpy(),
-        "finished": samples.rollouts.finished[rows].numpy(),
+        "score": scored.scores[rows].numpy(),
+        "finished": scored.rollouts.finished[rows].numpy(),
     }
 
 
-def _prompts(samples: Samples, rows: Sequence[int]) -> list[list[int]]:
-    tokens = samples.rollouts.tokens
+def _prompts(scored: ScoredBatch, rows: Sequence[int]) -> list[list[int]]:
+    tokens = scored.rollouts.tokens
     lengths = tokens.prompt_lengths[rows].tolist()
     return [row[-length:] for row, length in zip(tokens.prompts[rows].tolist(), lengths, strict=True)]

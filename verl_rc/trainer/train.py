@@ -27,7 +27,7 @@ from verl_rc.algorithm.health.guards import (
     count_skipped_updates,
 )
 from verl_rc.algorithm.ppo.in_actor import Measured
-from verl_rc.algorithm.ppo.train_batch import ScoredStep
+from verl_rc.algorithm.ppo.train_batch import StepInputs
 from verl_rc.config.folder_owner import OWNER_FILE
 from verl_rc.config.run import RunConfig
 from verl_rc.runtime.checkpoint import RunState
@@ -70,30 +70,30 @@ def train(services: Services, state: RunState) -> RunState:
         log("all %d steps are done: raise trainer.total_training_steps to go on", services.total_steps)
     while state.step < services.total_steps:
         step = Step.after(state, config)
-        samples = supply.take(step.number, step.record)
+        scored = supply.take(step.number, step.record)
         with beside_ranks(supply.decide_ended_groups):
-            evaluations = stages.evaluate(services, samples.rollouts, step)
-            scored = stages.correct(services, samples, evaluations, step)
+            evaluations = stages.evaluate(services, scored.rollouts, step)
+            inputs = stages.correct(services, scored, evaluations, step)
             before = Findings(state.rollout_gap_limit, state.health)
-            findings = judge(services, before, scored.measured, step)
-            rewards = state.rewards.with_scores(samples.scores, trainer.alerts.reward_window)
+            findings = judge(services, before, inputs.measured, step)
+            rewards = state.rewards.with_scores(scored.scores, trainer.alerts.reward_window)
             updated = Updated(findings, state.left_out)
-            if services.guards.decide_update(rewards, scored, findings, step):
-                updated = update(services, updated, scored, step)
+            if services.guards.decide_update(rewards, inputs, findings, step):
+                updated = update(services, updated, inputs, step)
         if services.is_due(config.async_training.trigger_parameter_sync_step, step.number):
             supply.publish(step.number, step.record)
         if services.is_due(trainer.test_freq, step.number):
             last_accuracy = validate(services, publisher, step.record, step.number)
         supply.admit(step.record)
         health = judge_health(services.tracker, updated.findings.health, step)
-        recorder.write(scored, step)
-        control = step.control.after_penalty(scored.reward_kl, len(samples))
+        recorder.write(inputs, step)
+        control = step.control.after_penalty(inputs.reward_kl, len(scored))
         state = replace(
             state,
             step=step.number,
             supply=supply.close_step(step.number, step.record),
             prompts=services.prompts.state_dict(),
-            control=control.after_correction(scored.measured or updated.measured).state,
+            control=control.after_correction(inputs.measured or updated.measured).state,
             rollout_gap_limit=updated.findings.next_gap_limit,
             canary_gap_limit=publisher.canary_gap_limit,
             left_out=updated.left_out,
@@ -123,17 +123,17 @@ class Updated:
     """What rollout correction in the actor measured. None where the driver corrects."""
 
 
-def update(services: Services, before: Updated, scored: ScoredStep, step: Step) -> Updated:
+def update(services: Services, before: Updated, inputs: StepInputs, step: Step) -> Updated:
     """Update the critic, and the actor once the critic's warm-up is over."""
     trainer, correction = services.config.trainer, services.config.algorithm.rollout_correction
     limit, left_out = trainer.max_nonfinite_updates, before.left_out
-    critic_steps = stages.update_critic(services, scored, step)
+    critic_steps = stages.update_critic(services, inputs, step)
     nonfinite = count_nonfinite_updates(left_out.nonfinite_critic, "critic", critic_steps, limit)
     left_out = replace(left_out, nonfinite_critic=nonfinite)
     if step.number < trainer.critic_warmup:
-        guards.withhold(scored.batch, step.record)
+        guards.withhold(inputs.batch, step.record)
         return replace(before, left_out=left_out)
-    report = stages.update_actor(services, before.findings.next_gap_limit, scored.batch, step)
+    report = stages.update_actor(services, before.findings.next_gap_limit, inputs.batch, step)
     left_out = replace(
         left_out,
         skipped=count_skipped_updates(left_out.skipped, report.loss_tokens, correction.max_skipped_updates),

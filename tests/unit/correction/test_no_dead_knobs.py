@@ -24,7 +24,7 @@ from verl_rc.config.errors import ConfigError
 from verl_rc.config.rollout_correction import REJECTION_RULES, WEIGHT_LEVELS, RolloutCorrectionConfig
 from verl_rc.correction import NonFiniteLogProbError, measure, require_finite
 from verl_rc.records.batches import PolicyEvaluations, RolloutBatch, TokenScores, positions_mask
-from verl_rc.records.samples import Samples
+from verl_rc.records.scored_batch import ScoredBatch
 
 METRICS_ONLY = {"diagnostics"}
 """Options that change what is measured, never what is trained on."""
@@ -183,7 +183,7 @@ def train_on(
     proximal = FINITE[1].proximal_log_probs
     try:
         batch = build_train_batch(
-            Samples(rollouts, scores),
+            ScoredBatch(rollouts, scores),
             evaluations,
             algorithm,
             correction_mode(config),
@@ -332,7 +332,7 @@ def test_a_target_acceptance_moves_the_next_steps_threshold(rule: str) -> None:
         control, (rollouts, evaluations, scores) = Control.from_config(algorithm), FINITE
         for _ in range(2):
             mode = correction_mode(control.correction(config))
-            step = build_train_batch(Samples(rollouts, scores), evaluations, algorithm, mode, 0.0, 0)
+            step = build_train_batch(ScoredBatch(rollouts, scores), evaluations, algorithm, mode, 0.0, 0)
             control = control.after_correction(step.measured)
         outcomes.add(step.batch.loss_mask.numpy().tobytes())
     assert len(outcomes) == 3

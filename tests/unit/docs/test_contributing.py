@@ -63,10 +63,10 @@ load_run_config([*sound_run(), *(f"algorithm.rollout_correction.{key}={value}" f
 import torch
 from small_models import make_train_batch
 from verl_rc.records.batches import PolicyEvaluations, RolloutBatch
-from verl_rc.records.samples import Samples
+from verl_rc.records.scored_batch import ScoredBatch
 from verl_rc.metrics.catalog import CATALOG
 from verl_rc.algorithm.ppo.batch_metrics import batch_metrics
-from verl_rc.algorithm.ppo.train_batch import ScoredStep
+from verl_rc.algorithm.ppo.train_batch import StepInputs
 
 batch = make_train_batch([7, 2, 5, 4])
 rollouts = RolloutBatch(
@@ -78,9 +78,9 @@ rollouts = RolloutBatch(
     finished=torch.ones(4, dtype=torch.bool),
     batch_size=[4],
 )
-samples, evaluations = Samples(rollouts, torch.zeros(4)), PolicyEvaluations(batch_size=[4])
-scored = ScoredStep(samples, evaluations, batch, None, torch.zeros(4, 7), torch.zeros(4, 7), None)
-assert batch_metrics(scored, 5, 100)["response_length/median"] == 4.5
+scored, evaluations = ScoredBatch(rollouts, torch.zeros(4)), PolicyEvaluations(batch_size=[4])
+inputs = StepInputs(scored, evaluations, batch, None, torch.zeros(4, 7), torch.zeros(4, 7), None)
+assert batch_metrics(inputs, 5, 100)["response_length/median"] == 4.5
 assert CATALOG.find("response_length/median").unit == "tokens"
 """,
     "Add a stage": """

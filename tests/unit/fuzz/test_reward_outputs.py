@@ -20,7 +20,7 @@ from verl_rc.algorithm.rewards import RewardError, RewardOutput, RewardSample, b
 from verl_rc.config.task import RewardConfig
 from verl_rc.metrics import reduce_metrics
 from verl_rc.records.dataset import PromptRow
-from verl_rc.records.samples import Samples
+from verl_rc.records.scored_batch import ScoredBatch
 from verl_rc.trainer.evaluate import validation_metrics
 from verl_rc.trainer.scoring import ResponseScorer, extra_columns, reward_metrics
 from verl_rc.trainer.stages import write_samples
@@ -202,10 +202,10 @@ def score_a_batch(seed: int, config: RewardConfig, folder: Path) -> list[RewardO
     assert all(map(math.isfinite, reduce_metrics(reward_metrics(extras, len(outputs))).values()))
     rollouts = ones_rollouts(torch.zeros(SAMPLES, 1), torch.ones(SAMPLES, dtype=torch.int64), group=1)
     scores = torch.tensor([output.score for output in outputs], dtype=torch.float32)
-    samples = Samples(rollouts, scores, prompts=rows, texts=texts, extras=extras)
-    assert len(samples.accuracies()) == SAMPLES
-    assert all(math.isfinite(value) for value in validation_metrics(samples, 1).values())
-    write_samples(str(folder), samples, seed)
+    scored = ScoredBatch(rollouts, scores, prompts=rows, texts=texts, extras=extras)
+    assert len(scored.accuracies()) == SAMPLES
+    assert all(math.isfinite(value) for value in validation_metrics(scored, 1).values())
+    write_samples(str(folder), scored, seed)
     assert (
         len(
             [json.loads(line) for line in (folder / f"{seed}.jsonl").read_text(encoding="utf-8").splitlines()]

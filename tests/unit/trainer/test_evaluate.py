@@ -13,7 +13,7 @@ from verl_rc.algorithm.rewards import RewardOutput
 from verl_rc.config.rollout import ValKwargsConfig
 from verl_rc.metrics import check_names
 from verl_rc.records.dataset import PromptRow
-from verl_rc.records.samples import Samples
+from verl_rc.records.scored_batch import ScoredBatch
 from verl_rc.runtime.checkpoint import RunState
 from verl_rc.trainer.evaluate import validate, validation_metrics
 from verl_rc.trainer.step_record import StepRecord
@@ -179,7 +179,7 @@ def statistics_of(rows, scores, samples, **extras):
     rollouts = ones_rollouts(torch.zeros(len(rows), 1), lengths, group=1)
     texts = [""] * len(rows)
     metrics = validation_metrics(
-        Samples(rollouts, torch.tensor(scores), prompts=rows, texts=texts, extras=extras), samples
+        ScoredBatch(rollouts, torch.tensor(scores), prompts=rows, texts=texts, extras=extras), samples
     )
     check_names(metrics)
     return metrics

@@ -16,7 +16,7 @@ from verl_rc.algorithm.health.guards import RewardHistory
 from verl_rc.algorithm.health.ranges import HealthHistory
 from verl_rc.algorithm.health.signature_causes import RAW_OR_OTHER_TOKENS
 from verl_rc.algorithm.ppo.in_actor import Measured
-from verl_rc.algorithm.ppo.train_batch import ScoredStep
+from verl_rc.algorithm.ppo.train_batch import StepInputs
 from verl_rc.config.run import RunConfig
 from verl_rc.metrics.sinks import AlertCause
 from verl_rc.records.batches import RolloutBatch, TokenBatch, TrainBatch
@@ -95,13 +95,13 @@ def look(
     """The step after one whose samples all had a score of 1."""
     record, sampled = StepRecord(), make_batch()
     numbers = fingerprints(sampled.tokens, sampled.response_mask)
-    samples = SimpleNamespace(
+    scored = SimpleNamespace(
         rollouts=SimpleNamespace(fingerprints=numbers), scores=torch.tensor(list(scores))
     )
     record.ledger.add_sampled(int(sampled.response_mask.sum()))
-    scored = cast(ScoredStep, SimpleNamespace(samples=samples, batch=batch))
-    rewards = BEFORE.with_scores(samples.scores, window=1)
-    wanted = run.guards.decide_update(rewards, scored, found or findings(), step_of(run, record))
+    inputs = cast(StepInputs, SimpleNamespace(scored=scored, batch=batch))
+    rewards = BEFORE.with_scores(scored.scores, window=1)
+    wanted = run.guards.decide_update(rewards, inputs, found or findings(), step_of(run, record))
     return wanted, record
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from formula_run import live
-from planned_runs import EMPTY_ROW, INPUTS, ROWS, config_of, scored_step
+from planned_runs import EMPTY_ROW, INPUTS, ROWS, config_of, step_inputs
 
 from verl_rc.algorithm.ppo.control import Control
 from verl_rc.algorithm.ppo.modes import correction_mode
@@ -22,7 +22,7 @@ from verl_rc.correction import compute_rollout_correction
 from verl_rc.records.batches import PolicyEvaluations
 from verl_rc.records.dataset import PromptRow
 from verl_rc.records.episode import Reply
-from verl_rc.records.samples import Samples
+from verl_rc.records.scored_batch import ScoredBatch
 from verl_rc.records.token_records.token_parquet import read_record, record_files
 from verl_rc.records.token_records.token_record import FOLDER, PIECES, TOKEN_CLASSES, TokenRecord, noise_scale
 from verl_rc.runtime.checkpoint import RunState, SavedRun
@@ -193,7 +193,7 @@ def test_a_small_batch_is_taken_whole() -> None:
 def recorded(
     folder: Path,
     config: RunConfig,
-    samples: Samples,
+    scored: ScoredBatch,
     step: int = 1,
     evaluations: PolicyEvaluations = INPUTS.evaluations,
     stops: tuple[int, ...] = (2,),
@@ -210,15 +210,15 @@ def recorded(
     mode = correction_mode(config.algorithm.rollout_correction)
     if config.algorithm.rollout_correction.mode != "decoupled":
         evaluations = PolicyEvaluations(batch_size=evaluations.batch_size)
-    scored = scored_step(config, dataclasses.replace(INPUTS, samples=samples, evaluations=evaluations))
+    inputs = step_inputs(config, dataclasses.replace(INPUTS, scored=scored, evaluations=evaluations))
     control = Control.from_config(config.algorithm)
-    TokenRecorder(cast(Services, services), 0).write(scored, Step(step, control, mode, StepRecord()))
+    TokenRecorder(cast(Services, services), 0).write(inputs, Step(step, control, mode, StepRecord()))
     return records(folder)[step]
 
 
-def samples_with_prompts() -> Samples:
+def samples_with_prompts() -> ScoredBatch:
     prompts = [PromptRow(row, [1], [], f"source {row % 2}", None, {}) for row in range(ROWS)]
-    return dataclasses.replace(INPUTS.samples, prompts=prompts)
+    return dataclasses.replace(INPUTS.scored, prompts=prompts)
 
 
 CORRECTION: dict[str, Any] = {
@@ -232,10 +232,10 @@ CORRECTION: dict[str, Any] = {
 
 
 def test_a_full_record_holds_what_was_trained_on(tmp_path: Path) -> None:
-    samples, config = samples_with_prompts(), config_of(CORRECTION)
-    record, rollouts = recorded(tmp_path, config, samples), samples.rollouts
-    scored, evaluations = scored_step(config), INPUTS.evaluations
-    assert scored.batch.rollout_is_weights is not None
+    scored, config = samples_with_prompts(), config_of(CORRECTION)
+    record, rollouts = recorded(tmp_path, config, scored), scored.rollouts
+    inputs, evaluations = step_inputs(config), INPUTS.evaluations
+    assert inputs.batch.rollout_is_weights is not None
     assert record.facts["why"] == "full"
     assert record.rows["row"].tolist() == list(range(ROWS))
     assert record.rows["source"].tolist() == [f"source {group % 2}" for group in rollouts.group_ids.tolist()]
@@ -245,14 +245,14 @@ def test_a_full_record_holds_what_was_trained_on(tmp_path: Path) -> None:
         "response_mask": rollouts.response_mask,
         "rollout_log_prob": rollouts.rollout_log_probs,
         "old_log_prob": evaluations.proximal_log_probs,
-        "advantage": scored.batch.advantages,
-        "kept": scored.batch.loss_mask,
+        "advantage": inputs.batch.advantages,
+        "kept": inputs.batch.loss_mask,
         "version": rollouts.policy_versions,
     }
     for name, values in exact.items():
         assert record.tokens[name].tolist() == values[written].tolist(), name
     np.testing.assert_allclose(
-        record.tokens["weight"], scored.batch.rollout_is_weights[written].numpy(), rtol=1e-3
+        record.tokens["weight"], inputs.batch.rollout_is_weights[written].numpy(), rtol=1e-3
     )
     assert not record.tokens["kept"].all()
     scales = noise_scale(record.tokens)
@@ -269,17 +269,17 @@ def test_a_full_record_holds_what_was_trained_on(tmp_path: Path) -> None:
 
 
 def test_log_probs_of_a_reference_and_of_a_teacher_keep_their_names(tmp_path: Path) -> None:
-    samples, evaluations = samples_with_prompts(), INPUTS.evaluations.clone()
+    scored, evaluations = samples_with_prompts(), INPUTS.evaluations.clone()
     evaluations.reference_log_probs = evaluations.proximal_log_probs - 0.25
     evaluations.teacher_log_probs = evaluations.proximal_log_probs + 0.5
-    tokens = recorded(tmp_path, config_of(CORRECTION), samples, evaluations=evaluations).tokens
+    tokens = recorded(tmp_path, config_of(CORRECTION), scored, evaluations=evaluations).tokens
     np.testing.assert_allclose(tokens["ref_log_prob"], tokens["old_log_prob"] - 0.25, rtol=1e-3)
     np.testing.assert_allclose(tokens["teacher_log_prob"], tokens["old_log_prob"] + 0.5, rtol=1e-3, atol=1e-3)
 
 
 def test_correcting_a_full_record_again_gives_the_metrics_of_the_step(tmp_path: Path) -> None:
-    samples, config = samples_with_prompts(), config_of(CORRECTION)
-    record = recorded(tmp_path, config, samples)
+    scored, config = samples_with_prompts(), config_of(CORRECTION)
+    record = recorded(tmp_path, config, scored)
     width = int(record.lengths.max())
     padded = {
         name: np.zeros((ROWS, width), record.tokens[name].dtype)
@@ -291,9 +291,9 @@ def test_correcting_a_full_record_again_gives_the_metrics_of_the_step(tmp_path: 
     tensors = [torch.from_numpy(values) for values in padded.values()]
     fields = {**record.facts["correction"], "diagnostics": "core"}
     again = compute_rollout_correction(*tensors, fields).metrics()
-    scored = scored_step(config)
-    assert scored.correction is not None
-    own = scored.correction.metrics()
+    inputs = step_inputs(config)
+    assert inputs.correction is not None
+    own = inputs.correction.metrics()
     assert {
         "rollout_corr/kl",
         "rollout_corr/rollout_is_mean",
@@ -305,15 +305,15 @@ def test_correcting_a_full_record_again_gives_the_metrics_of_the_step(tmp_path: 
 
 def test_a_turn_has_its_reward_and_its_wait_at_its_last_token(tmp_path: Path) -> None:
     """Row 0 is made to have two turns; the environment has no turn of the empty row."""
-    samples = samples_with_prompts()
-    mask = samples.rollouts.response_mask.clone()
+    scored = samples_with_prompts()
+    mask = scored.rollouts.response_mask.clone()
     mask[0, 2:4] = False
     episodes = [[Reply(reward=-float(row), done=True, waited=row / 2)] for row in range(ROWS)]
     episodes[0], episodes[EMPTY_ROW] = [Reply(TOLD, 0.5, waited=1.5), Reply(reward=2.0, done=True)], []
-    rollouts = samples.rollouts.clone()
+    rollouts = scored.rollouts.clone()
     rollouts.response_mask = mask
-    samples = dataclasses.replace(samples, rollouts=rollouts, episodes=episodes)
-    record = recorded(tmp_path, config_of(CORRECTION), samples)
+    scored = dataclasses.replace(scored, rollouts=rollouts, episodes=episodes)
+    record = recorded(tmp_path, config_of(CORRECTION), scored)
     first = record.span(0)
     last = int(record.lengths[0]) - 5
     assert record.tokens["turn_reward"][first].tolist() == [0, 0.5, 0, 0, *[0.0] * last, 2.0]
@@ -325,20 +325,20 @@ def test_a_turn_has_its_reward_and_its_wait_at_its_last_token(tmp_path: Path) ->
 
 
 def test_some_rows_of_a_step(tmp_path: Path) -> None:
-    samples = samples_with_prompts()
+    scored = samples_with_prompts()
     record = recorded(
         tmp_path,
         config_of(
             {**CORRECTION, "trainer.token_records.full_freq": 0, "trainer.token_records.rows_per_step": 6}
         ),
-        samples,
+        scored,
     )
     assert record.rows["chosen_by"].tolist() == ["random"] * 3 + ["worst"] * 3
     assert record.facts["rows_of_batch"] == ROWS
     assert record.facts["stop_token_ids"] == [2]
-    assert record.facts["tokens_of_batch"] == int(samples.rollouts.response_mask.sum())
-    difference = (INPUTS.evaluations.proximal_log_probs - samples.rollouts.rollout_log_probs).double()
-    gaps = difference**2 * samples.rollouts.response_mask
+    assert record.facts["tokens_of_batch"] == int(scored.rollouts.response_mask.sum())
+    difference = (INPUTS.evaluations.proximal_log_probs - scored.rollouts.rollout_log_probs).double()
+    gaps = difference**2 * scored.rollouts.response_mask
     order = gaps.sum(dim=-1).argsort(descending=True).tolist()
     drawn = record.rows["row"].tolist()[:3]
     assert record.rows["row"].tolist()[3:] == [row for row in order if row not in drawn][:3]
@@ -379,9 +379,9 @@ def test_seconds_of_a_record() -> None:
 
 def test_stop_tokens_are_of_the_special_class_whatever_their_text(tmp_path: Path) -> None:
     """The tokenizer of this test has no special tokens of its own."""
-    samples = samples_with_prompts()
-    stop = int(samples.rollouts.tokens.responses[0, 0])
-    record = recorded(tmp_path, config_of(CORRECTION), samples, stops=(stop,))
+    scored = samples_with_prompts()
+    stop = int(scored.rollouts.tokens.responses[0, 0])
+    record = recorded(tmp_path, config_of(CORRECTION), scored, stops=(stop,))
     is_special = record.tokens["token_class"] == TOKEN_CLASSES.index("special")
     assert is_special.any()
     assert (is_special == (record.tokens["response_ids"] == stop)).all()

@@ -6,25 +6,25 @@ import torch
 from torch import Tensor
 
 from verl_rc.algorithm.losses import explained_variance
-from verl_rc.algorithm.ppo.train_batch import ScoredStep
+from verl_rc.algorithm.ppo.train_batch import StepInputs
 from verl_rc.correction.log_ratio import LogRatio
 from verl_rc.records.batches import CriticBatch, PolicyEvaluations, RolloutBatch
 
 
-def batch_metrics(scored: ScoredStep, max_response_length: int, max_prompt_length: int) -> dict[str, float]:
+def batch_metrics(inputs: StepInputs, max_response_length: int, max_prompt_length: int) -> dict[str, float]:
     """Scores, rewards, advantages, returns and lengths: mean, max and min; read from the device in one copy.
 
     Rewards have the KL penalty in them. ``response_length/clip_ratio`` is the share
     of responses that reached ``max_response_length``; the batch may be wider.
     """
-    rollouts = scored.samples.rollouts
+    rollouts = inputs.scored.rollouts
     mask = rollouts.response_mask
     lengths, prompts = rollouts.tokens.response_lengths, rollouts.tokens.prompt_lengths
     columns = {
-        "critic/score": scored.samples.scores,
-        "critic/rewards": scored.rewards.sum(dim=-1),
-        "critic/advantages": scored.batch.advantages[mask],
-        "critic/returns": scored.returns[mask],
+        "critic/score": inputs.scored.scores,
+        "critic/rewards": inputs.rewards.sum(dim=-1),
+        "critic/advantages": inputs.batch.advantages[mask],
+        "critic/returns": inputs.returns[mask],
         "response_length": lengths,
         "prompt_length": prompts,
         "global_seqlen": rollouts.tokens.sequence_lengths,

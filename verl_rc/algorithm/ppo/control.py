@@ -55,7 +55,7 @@ class Control:
 
     def after_penalty(self, reward_kl: float | None, num_rows: int) -> "Control":
         """The control of the next step, after a batch of ``num_rows`` rows with a penalised divergence of
-        ``reward_kl`` (see ``ScoredStep``).
+        ``reward_kl`` (see ``StepInputs``).
 
         With ``algorithm.kl_ctrl.type=adaptive``: β ← β (1 + clip(KL / target − 1, ±0.2) · rows / horizon)
         (arXiv:1909.08593, section 2.2).

@@ -18,7 +18,7 @@ from verl_rc.algorithm.ppo.in_actor import (
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionResult, compute_rollout_correction
 from verl_rc.records.batches import PolicyEvaluations, RolloutBatch
-from verl_rc.records.samples import Samples
+from verl_rc.records.scored_batch import ScoredBatch
 
 _STEPS_BETWEEN_COMPARISONS = 50
 
@@ -44,14 +44,14 @@ class InDriver:
 
     def before_update(
         self,
-        samples: Samples,
+        scored: ScoredBatch,
         evaluations: PolicyEvaluations,
         advantages: Tensor | None,
         current_version: int,
     ) -> CorrectionResult | None:
         """Correct the batch; None where the actor corrects. ``current_version`` is that of the proximal
         policy, from which ages of tokens count."""
-        rollouts = samples.rollouts
+        rollouts = scored.rollouts
         return compute_rollout_correction(
             _proximal(evaluations),
             rollouts.rollout_log_probs,
@@ -60,7 +60,7 @@ class InDriver:
             advantages=advantages,
             group_ids=rollouts.group_ids,
             policy_versions=rollouts.policy_versions if self.by_age else None,
-            scores=samples.scores,
+            scores=scored.scores,
             entropies=evaluations.entropies,
             sum_pi_squared=evaluations.sum_pi_squared,
             varentropies=evaluations.varentropies,
@@ -98,13 +98,13 @@ class InActor:
 
     def before_update(
         self,
-        samples: Samples,
+        scored: ScoredBatch,
         evaluations: PolicyEvaluations,
         advantages: Tensor | None,
         current_version: int,
     ) -> None:
         """Nothing is corrected yet."""
-        del samples, evaluations, advantages, current_version
+        del scored, evaluations, advantages, current_version
 
     def during_update(self, policy_version: int, num_updates: int, ranks: OverRanks) -> MiniBatchCorrection:
         """Correct every micro-batch by its current log-probs."""

@@ -11,14 +11,14 @@ from verl_rc.algorithm.ppo.modes import Mode
 from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.correction import CorrectionResult, compute_rollout_correction
 from verl_rc.records.batches import CriticBatch, PolicyEvaluations, RolloutBatch, TrainBatch
-from verl_rc.records.samples import Samples
+from verl_rc.records.scored_batch import ScoredBatch
 
 
 @dataclass(frozen=True)
-class ScoredStep:
+class StepInputs:
     """The inputs of a step's updates, and what they were computed from."""
 
-    samples: Samples
+    scored: ScoredBatch
     evaluations: PolicyEvaluations
     batch: TrainBatch
     """The batch for the actor."""
@@ -41,14 +41,14 @@ class ScoredStep:
 
 
 def build_train_batch(
-    samples: Samples,
+    scored: ScoredBatch,
     evaluations: PolicyEvaluations,
     algorithm: AlgorithmConfig,
     mode: Mode,
     kl_coef: float,
     current_version: int,
     max_token_age: int | None = None,
-) -> ScoredStep:
+) -> StepInputs:
     """KL penalty, then advantages, and rollout correction where ``mode`` makes it before the update.
 
     ``kl_coef`` is the current weight of the KL penalty. ``current_version`` is that of the proximal policy,
@@ -57,9 +57,9 @@ def build_train_batch(
     token is never lost. Tokens older than ``max_token_age`` leave the loss, and so do tokens that were drawn
     from a set that is not recorded: the trainer's log-probs are of another distribution.
     """
-    rollouts = samples.rollouts
+    rollouts = scored.rollouts
     old_log_probs = mode.old_log_probs(rollouts, evaluations)
-    rewards, reward_kl = _rewards(samples, old_log_probs, evaluations, algorithm, kl_coef)
+    rewards, reward_kl = _rewards(scored, old_log_probs, evaluations, algorithm, kl_coef)
     weights = _weights_for_baseline(rollouts, old_log_probs, algorithm, mode)
 
     def estimate_advantages(included_rows: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -74,8 +74,8 @@ def build_train_batch(
             lam=algorithm.lam,
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
             turn_credit=algorithm.turn_credit,
-            reward_baselines=samples.reward_baselines,
-            component_scores=samples.component_scores,
+            reward_baselines=scored.reward_baselines,
+            component_scores=scored.component_scores,
             component_weights=algorithm.gdpo_reward_weights,
             old_log_probs=old_log_probs,
             sum_pi_squared=evaluations.sum_pi_squared,
@@ -83,11 +83,11 @@ def build_train_batch(
         )
 
     if mode.config.rejected_in_group_baseline == "exclude":
-        correction = mode.before_update(samples, evaluations, None, current_version)
+        correction = mode.before_update(scored, evaluations, None, current_version)
         advantages, returns = estimate_advantages(None if correction is None else ~correction.rejected_rows)
     else:
         advantages, returns = estimate_advantages(None)
-        correction = mode.before_update(samples, evaluations, advantages, current_version)
+        correction = mode.before_update(scored, evaluations, advantages, current_version)
     loss_mask = rollouts.comparable_mask
     if correction is not None:
         loss_mask = loss_mask & correction.keep_mask
@@ -102,7 +102,7 @@ def build_train_batch(
         old_log_probs=old_log_probs if proximal is None else proximal,
         rollout_log_probs=rollouts.rollout_log_probs,
         policy_versions=rollouts.policy_versions,
-        scores=samples.scores,
+        scores=scored.scores,
         rollout_is_weights=None if correction is None else correction.weights,
         reference_log_probs=evaluations.reference_log_probs,
         teacher_log_probs=evaluations.teacher_log_probs,
@@ -111,7 +111,7 @@ def build_train_batch(
         engines=rollouts.engines,
         batch_size=rollouts.batch_size,
     )
-    return ScoredStep(samples, evaluations, batch, correction, rewards, returns, reward_kl)
+    return StepInputs(scored, evaluations, batch, correction, rewards, returns, reward_kl)
 
 
 def _weights_for_baseline(
@@ -133,29 +133,29 @@ def _weights_for_baseline(
     ).weights
 
 
-def critic_batch(scored: ScoredStep) -> CriticBatch:
+def critic_batch(inputs: StepInputs) -> CriticBatch:
     """The training batch of the critic in the same step."""
-    batch, values = scored.batch, scored.evaluations.critic_values
+    batch, values = inputs.batch, inputs.evaluations.critic_values
     assert values is not None
     return CriticBatch(
         tokens=batch.tokens.without_experts(),
         response_mask=batch.response_mask,
         critic_values=values,
-        returns=scored.returns,
+        returns=inputs.returns,
         batch_size=batch.batch_size,
     )
 
 
 def _rewards(
-    samples: Samples,
+    scored: ScoredBatch,
     old_log_probs: Tensor,
     evaluations: PolicyEvaluations,
     algorithm: AlgorithmConfig,
     kl_coef: float,
 ) -> tuple[Tensor, float | None]:
-    rollouts, spec = samples.rollouts, algorithm.estimator
+    rollouts, spec = scored.rollouts, algorithm.estimator
     by_turn = None if spec is not None and spec.subtracts_total else rollouts.turn_rewards
-    outcome = token_rewards(samples.scores, by_turn, rollouts.response_mask)
+    outcome = token_rewards(scored.scores, by_turn, rollouts.response_mask)
     if not algorithm.use_kl_in_reward:
         return outcome, None
     assert evaluations.reference_log_probs is not None

@@ -130,7 +130,7 @@ def plan_advantages(config: RunConfig) -> AdvantagePlan:
 
 
 def inputs_of_update(policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[str]:
-    """Fields of ``RolloutBatch``, ``PolicyEvaluations`` and ``Samples`` that change the actor's update."""
+    """Fields of ``RolloutBatch``, ``PolicyEvaluations`` and ``ScoredBatch`` that the update reads."""
     spec = advantages.spec
     inputs = spec.inputs if policy.has_task_loss and spec is not None else ()
     yield "response_mask"

@@ -22,7 +22,7 @@ from verl_rc.records.episode import DROPPED_METRICS, Reply
 from verl_rc.records.groups import Group, Scores
 from verl_rc.records.parts import token_ids
 from verl_rc.records.rollout_batch import build_rollout_batch
-from verl_rc.records.samples import Samples
+from verl_rc.records.scored_batch import ScoredBatch
 from verl_rc.trainer.scoring import ResponseScorer, extra_columns, reward_metrics, with_accuracies
 from verl_rc.trainer.services import Services
 from verl_rc.trainer.step_record import StepRecord, StepTokens
@@ -190,7 +190,7 @@ def _column_values(
 # decided groups
 
 
-def join_groups(services: Services, groups: Sequence[Group]) -> Samples:
+def join_groups(services: Services, groups: Sequence[Group]) -> ScoredBatch:
     """Decided groups as what a step trains on, with the scores of their greedy responses where the estimator
     reads those.
 
@@ -225,7 +225,7 @@ def join_groups(services: Services, groups: Sequence[Group]) -> Samples:
             for key in config.algorithm.gdpo_reward_keys
         ]
         components = torch.tensor(columns, dtype=torch.float32).T.contiguous()
-    return Samples(
+    return ScoredBatch(
         rollouts,
         scores.values,
         [group.row for group in groups],
@@ -238,32 +238,32 @@ def join_groups(services: Services, groups: Sequence[Group]) -> Samples:
 
 
 def record_batch_of_groups(
-    config: RunConfig, samples: Samples, groups: Sequence[Group], record: StepRecord
+    config: RunConfig, scored: ScoredBatch, groups: Sequence[Group], record: StepRecord
 ) -> None:
     """Book and count the batch that a step trains on, and the greedy responses of its ``groups`` (``remax``),
     which are no part of it; record its rewards."""
     count = config.actor_rollout_ref.rollout.n
     # From what the engines returned, not from the batch: so tokens that it lost are missed.
     tokens = sum(sample.num_sampled for group in groups for sample in group.samples[:count])
-    record.ledger.add_sampled(tokens, prompts=len(samples.prompts))
-    record.ledger.book_prompts({"in_batch": len(samples.prompts)})
-    lengths = samples.rollouts.tokens
+    record.ledger.add_sampled(tokens, prompts=len(scored.prompts))
+    record.ledger.book_prompts({"in_batch": len(scored.prompts)})
+    lengths = scored.rollouts.tokens
     record.tokens = StepTokens(tokens, int(lengths.sequence_lengths.sum()), config.num_devices)
     reward_columns = {
         name: column
-        for name, column in samples.extras.items()
+        for name, column in scored.extras.items()
         if name not in OVERLONG_COLUMNS and not name.startswith(ENVIRONMENT_PREFIX)
     }
-    record.add_records(reward_metrics(reward_columns, len(samples)))
-    record.add(environment_metrics(samples.extras))
-    record.add(environment_call_metrics(samples.episodes))
-    if samples.reward_baselines is not None:
+    record.add_records(reward_metrics(reward_columns, len(scored)))
+    record.add(environment_metrics(scored.extras))
+    record.add(environment_call_metrics(scored.episodes))
+    if scored.reward_baselines is not None:
         greedy = sum(sample.num_sampled for group in groups for sample in group.samples[count:])
         record.ledger.add_sampled(greedy)
         record.ledger.book({"baseline": greedy})
-    if samples.component_scores is not None:
+    if scored.component_scores is not None:
         for key, column in zip(
-            config.algorithm.gdpo_reward_keys or (), samples.component_scores.T.double(), strict=True
+            config.algorithm.gdpo_reward_keys or (), scored.component_scores.T.double(), strict=True
         ):
             record.add({f"gdpo/{key}/{name}": value for name, value in _mean_max_min(column).items()})
             record.add({f"gdpo/{key}/std": float(column.std(correction=0))})

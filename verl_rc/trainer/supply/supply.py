@@ -13,7 +13,7 @@ from verl_rc.algorithm.supply.replay_order import ReplayRule, next_batch
 from verl_rc.records.dataset import PromptRow
 from verl_rc.records.groups import Group, GroupSample
 from verl_rc.records.parts import Sample
-from verl_rc.records.samples import Samples
+from verl_rc.records.scored_batch import ScoredBatch
 from verl_rc.runtime.checkpoint import RunState, SupplyState
 from verl_rc.runtime.rollout.environment import EpisodeFailedError
 from verl_rc.runtime.rollout.sampling import SamplingOptions
@@ -146,7 +146,7 @@ class Supply:
         for group in groups:
             self._book.update(replace(group, submitted_at=time.monotonic()))
 
-    def take(self, step: int, record: StepRecord) -> Samples:
+    def take(self, step: int, record: StepRecord) -> ScoredBatch:
         """The groups of ``step``, waited for. Raises ``RuntimeError`` when one is older than the rule
         allows."""
         self._step_began = time.perf_counter()
@@ -160,16 +160,16 @@ class Supply:
         if self._canaries:  # the trainer still holds the weights of their publication
             self._publisher.collect_canary(self._canaries, step - 1, record)
             self._canaries = []
-        samples = join_groups(self._services, groups)
+        scored = join_groups(self._services, groups)
         ages = [step - 1 - group.version for group in groups]
         require_ages(ages, groups, self._rule.oldest)
-        record_batch_of_groups(self._services.config, samples, groups, record)
+        record_batch_of_groups(self._services.config, scored, groups, record)
         record.add({"training/epoch": max(group.epoch for group in groups)})
         if not self._options.is_synchronous:
-            rollouts = samples.rollouts
+            rollouts = scored.rollouts
             record.add(age_metrics(rollouts, ages, step - 1, self._rule.oldest))
             record.add(version_metrics(rollouts.policy_versions, rollouts.response_mask, step - 1))
-        return samples
+        return scored
 
     def publish(self, step: int, record: StepRecord) -> None:
         """Publish the weights of ``step``."""

@@ -10,9 +10,9 @@ from appendix_a import random_case, rows
 from small_models import make_train_batch
 
 from verl_rc.algorithm.ppo.batch_metrics import batch_metrics, policy_gap_metrics, probability_gap
-from verl_rc.algorithm.ppo.train_batch import ScoredStep
+from verl_rc.algorithm.ppo.train_batch import StepInputs
 from verl_rc.records.batches import PolicyEvaluations, RolloutBatch
-from verl_rc.records.samples import Samples
+from verl_rc.records.scored_batch import ScoredBatch
 
 
 def make_rollouts(lengths: list[int]) -> RolloutBatch:
@@ -28,12 +28,14 @@ def make_rollouts(lengths: list[int]) -> RolloutBatch:
     )
 
 
-def scored(rollouts: RolloutBatch, rewards: torch.Tensor, scores: torch.Tensor | None = None) -> ScoredStep:
+def step_inputs(
+    rollouts: RolloutBatch, rewards: torch.Tensor, scores: torch.Tensor | None = None
+) -> StepInputs:
     lengths = rollouts.tokens.response_lengths.tolist()
-    samples = Samples(rollouts, torch.zeros(len(lengths)) if scores is None else scores)
+    scored = ScoredBatch(rollouts, torch.zeros(len(lengths)) if scores is None else scores)
     evaluations = PolicyEvaluations(batch_size=[len(lengths)])
     batch = make_train_batch(lengths)
-    return ScoredStep(samples, evaluations, batch, None, rewards, torch.zeros_like(rewards), None)
+    return StepInputs(scored, evaluations, batch, None, rewards, torch.zeros_like(rewards), None)
 
 
 def test_lengths_scores_and_clip_ratio_of_the_configured_limit() -> None:
@@ -41,7 +43,7 @@ def test_lengths_scores_and_clip_ratio_of_the_configured_limit() -> None:
     scores = torch.tensor([1.0, 0.0, 0.0, 3.0])
     rewards = torch.zeros(4, 7)
     rewards[:, 0] = scores - 1
-    metrics = batch_metrics(scored(make_rollouts(lengths), rewards, scores), 5, 100)
+    metrics = batch_metrics(step_inputs(make_rollouts(lengths), rewards, scores), 5, 100)
     assert metrics["critic/rewards/mean"] == 0.0
     assert metrics["critic/score/mean"] == 1.0
     assert metrics["critic/score/max"] == 3.0
@@ -83,17 +85,17 @@ def test_equal_probabilities_give_no_nan() -> None:
 def test_tokens_without_a_record_of_their_kept_set_are_counted(sizes: list[int]) -> None:
     rollouts = make_rollouts([1, 1, 1])
     rollouts.tokens.kept_counts = rollouts.response_mask * torch.tensor(sizes)[:, None]
-    metrics = batch_metrics(scored(rollouts, torch.zeros(3, 7)), 5, 100)
+    metrics = batch_metrics(step_inputs(rollouts, torch.zeros(3, 7)), 5, 100)
     assert metrics["kept_set/unrecorded_ratio"] == pytest.approx(sizes.count(0) / 3)
 
 
 def test_turns_and_tool_calls_where_there_are_tools() -> None:
     lengths, zeros = [7, 2], torch.zeros(2, 7)
     rollouts = make_rollouts(lengths)
-    metrics = batch_metrics(scored(rollouts, zeros), 7, 100)
+    metrics = batch_metrics(step_inputs(rollouts, zeros), 7, 100)
     assert not [name for name in metrics if "turn" in name.split("/")[0] and "return" not in name]
     rollouts.num_turns, rollouts.tool_calls = torch.tensor([6, 2]), torch.tensor([3, 0])
-    metrics = batch_metrics(scored(rollouts, zeros), 7, 100)
+    metrics = batch_metrics(step_inputs(rollouts, zeros), 7, 100)
     assert [metrics[f"num_turns/{statistic}"] for statistic in ("mean", "max", "min")] == [4, 6, 2]
     assert [metrics[f"tool_call_counts/{statistic}"] for statistic in ("mean", "max", "min")] == [1.5, 3, 0]
 

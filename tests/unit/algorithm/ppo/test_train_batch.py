@@ -12,12 +12,12 @@ from verl_rc.algorithm.ppo.in_actor import OverRanks
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.algorithm.ppo.objective import ratio_denominator
-from verl_rc.algorithm.ppo.train_batch import ScoredStep, build_train_batch, critic_batch, outcome_rewards
+from verl_rc.algorithm.ppo.train_batch import StepInputs, build_train_batch, critic_batch, outcome_rewards
 from verl_rc.config.algorithm import AlgorithmConfig, KlControlConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionResult, compute_rollout_correction
 from verl_rc.records.batches import PolicyEvaluations, RolloutBatch, TokenScores, positions_mask
-from verl_rc.records.samples import Samples
+from verl_rc.records.scored_batch import ScoredBatch
 
 LENGTHS = torch.tensor([3, 2, 3, 1])
 SCORES = torch.tensor([1.0, 0.0, 1.0, 1.0])
@@ -47,10 +47,10 @@ def run_step(
     current_version: int = 0,
     max_token_age: int | None = None,
     by_age: bool = False,
-) -> ScoredStep:
+) -> StepInputs:
     mode = correction_mode(config.rollout_correction, by_age)
     return build_train_batch(
-        Samples(rollouts, SCORES),
+        ScoredBatch(rollouts, SCORES),
         evaluations,
         config,
         mode,
@@ -250,8 +250,8 @@ def test_baselines_see_the_same_policy_in_every_step(mode: dict[str, object], co
     trainer = evaluations.proximal_log_probs
     if mode and not compares:
         evaluations.proximal_log_probs = None
-    samples = Samples(rollouts, SCORES)
-    batch = estimated("functions_of_a_user:log_probs_before", samples, evaluations, **mode).batch
+    scored = ScoredBatch(rollouts, SCORES)
+    batch = estimated("functions_of_a_user:log_probs_before", scored, evaluations, **mode).batch
     assert torch.equal(batch.advantages, rollouts.rollout_log_probs if mode else trainer)
 
 
@@ -266,17 +266,17 @@ def test_gae_reads_the_critics_values_and_the_critic_learns_the_returns() -> Non
 
 
 def estimated(
-    name: str, samples: Samples, evaluations: PolicyEvaluations, **correction: object
-) -> ScoredStep:
+    name: str, scored: ScoredBatch, evaluations: PolicyEvaluations, **correction: object
+) -> StepInputs:
     config = algorithm(**correction).model_copy(update={"adv_estimator": name})
     mode = correction_mode(config.rollout_correction)
-    return build_train_batch(samples, evaluations, config, mode, config.kl_ctrl.kl_coef, current_version=0)
+    return build_train_batch(scored, evaluations, config, mode, config.kl_ctrl.kl_coef, current_version=0)
 
 
 def test_remax_subtracts_the_greedy_score() -> None:
     rollouts, evaluations = make_rollouts()
-    samples = Samples(rollouts, SCORES, reward_baselines=torch.tensor([0.25, 0.25, 2.0, 2.0]))
-    batch = estimated("remax", samples, evaluations).batch
+    scored = ScoredBatch(rollouts, SCORES, reward_baselines=torch.tensor([0.25, 0.25, 2.0, 2.0]))
+    batch = estimated("remax", scored, evaluations).batch
     assert batch.advantages[:, 0].tolist() == [0.75, -0.25, -1.0, -1.0]
 
 
@@ -284,7 +284,7 @@ def test_gdpo_adds_up_what_is_normalised_part_by_part() -> None:
     """Two parts that differ in their size alone count the same, and opposite ones cancel."""
     parts = torch.tensor([[1.0, 100.0], [0.0, 0.0], [1.0, 0.0], [0.0, 100.0]])
     rollouts, evaluations = make_rollouts()
-    batch = estimated("gdpo", Samples(rollouts, SCORES, component_scores=parts), evaluations).batch
+    batch = estimated("gdpo", ScoredBatch(rollouts, SCORES, component_scores=parts), evaluations).batch
     first, second, third, fourth = batch.advantages[:, 0].tolist()
     assert third == pytest.approx(fourth, abs=1e-5)
     assert first - third == pytest.approx(third - second, abs=1e-5)
@@ -302,12 +302,12 @@ def test_the_optimal_baseline_weighs_rows_by_their_squared_importance(opsm: floa
     evaluations.proximal_log_probs[0, 0] += 0.5
     evaluations.sum_pi_squared = 2 * evaluations.proximal_log_probs.exp()  # 1 - 2 pi + sum pi^2 = 1
     correction = {"rollout_is": "token", "rollout_is_threshold": 5.0, "rollout_opsm_threshold": opsm}
-    samples = Samples(rollouts, SCORES)
-    step = estimated("optimal_token_baseline", samples, evaluations, **correction)
+    scored = ScoredBatch(rollouts, SCORES)
+    step = estimated("optimal_token_baseline", scored, evaluations, **correction)
     weight = math.exp(1.0)
     baseline = weight / (weight + 1)
     assert step.batch.advantages[:2, 0].tolist() == pytest.approx([1 - baseline, -baseline], rel=1e-5)
-    uncorrected = estimated("optimal_token_baseline", samples, evaluations)
+    uncorrected = estimated("optimal_token_baseline", scored, evaluations)
     assert uncorrected.batch.advantages[:2, 0].tolist() == pytest.approx([0.5, -0.5], rel=1e-5)
 
 
@@ -322,7 +322,7 @@ def test_diagnostics_of_weights_for_a_baseline_are_not_computed(monkeypatch: pyt
         monkeypatch.setattr(f"verl_rc.algorithm.ppo.{module}.compute_rollout_correction", measuring)
     rollouts, evaluations = make_rollouts()
     evaluations.sum_pi_squared = evaluations.proximal_log_probs.exp()
-    estimated("optimal_token_baseline", Samples(rollouts, SCORES), evaluations, rollout_is="token")
+    estimated("optimal_token_baseline", ScoredBatch(rollouts, SCORES), evaluations, rollout_is="token")
     assert measured == ["core", "full"]
 
 

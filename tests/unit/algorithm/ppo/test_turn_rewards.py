@@ -10,13 +10,13 @@ import torch
 from made_samples import answer, part
 
 from verl_rc.algorithm.ppo.modes import correction_mode
-from verl_rc.algorithm.ppo.train_batch import ScoredStep, build_train_batch, token_rewards
+from verl_rc.algorithm.ppo.train_batch import StepInputs, build_train_batch, token_rewards
 from verl_rc.config.algorithm import AlgorithmConfig, KlControlConfig
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, EstimatorOption
 from verl_rc.records.batches import PolicyEvaluations, RolloutBatch
 from verl_rc.records.parts import Sample
 from verl_rc.records.rollout_batch import build_rollout_batch
-from verl_rc.records.samples import Samples
+from verl_rc.records.scored_batch import ScoredBatch
 
 GAMMA, LAM = 0.9, 0.8
 GROUP = 4
@@ -84,7 +84,7 @@ def sampled(tensor: torch.Tensor, mask: torch.Tensor) -> list[list[float]]:
     return [row[there].tolist() for row, there in zip(tensor, mask, strict=True)]
 
 
-def step_of(batch: list[Episode], estimator: str, *, beyond: float = 0.0, **options: object) -> ScoredStep:
+def step_of(batch: list[Episode], estimator: str, *, beyond: float = 0.0, **options: object) -> StepInputs:
     """The step's train batch; ``beyond``: of every score, what no turn has earned."""
     rollouts = rollouts_of(batch)
     mask = rollouts.response_mask
@@ -99,10 +99,10 @@ def step_of(batch: list[Episode], estimator: str, *, beyond: float = 0.0, **opti
         batch_size=rollouts.batch_size,
     )
     scores = torch.tensor([sum(turn.reward for turn in episode) + beyond for episode in batch])
-    samples = Samples(rollouts, scores, reward_baselines=torch.full_like(scores, 0.5))
+    scored = ScoredBatch(rollouts, scores, reward_baselines=torch.full_like(scores, 0.5))
     config = AlgorithmConfig.model_validate({"adv_estimator": estimator, **options})
     mode = correction_mode(config.rollout_correction)
-    return build_train_batch(samples, evaluations, config, mode, config.kl_ctrl.kl_coef, current_version=3)
+    return build_train_batch(scored, evaluations, config, mode, config.kl_ctrl.kl_coef, current_version=3)
 
 
 def to_go(batch: list[Episode], gamma: float) -> list[list[float]]:

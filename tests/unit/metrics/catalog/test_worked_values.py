@@ -39,7 +39,7 @@ from verl_rc.algorithm.ppo.control import Control
 from verl_rc.algorithm.ppo.in_actor import Measured, OverRanks
 from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.algorithm.ppo.objective import policy_objective, value_objective
-from verl_rc.algorithm.ppo.train_batch import ScoredStep, _rewards
+from verl_rc.algorithm.ppo.train_batch import StepInputs, _rewards
 from verl_rc.algorithm.rewards.sample import RewardOutput
 from verl_rc.algorithm.supply.group_book import AdmissionRule, BookState, GroupBook, Totals
 from verl_rc.config import RolloutCorrectionConfig
@@ -63,7 +63,7 @@ from verl_rc.records.episode import Reply
 from verl_rc.records.optimizer_step import OptimizerStep
 from verl_rc.records.parts import Sample
 from verl_rc.records.ragged_column import RaggedColumn
-from verl_rc.records.samples import Samples
+from verl_rc.records.scored_batch import ScoredBatch
 from verl_rc.records.token_records.token_rows import record_of_rows
 from verl_rc.runtime.checkpoint import RunState
 from verl_rc.runtime.rollout.engine import Interrupted
@@ -335,9 +335,9 @@ def lengths_scores_advantages():
     rollouts.tokens = TOKENS.clone()
     rollouts.tokens.kept_counts, rollouts.tokens.kept_ids = sizes, torch.zeros(3, 6, dtype=torch.int32)
     rollouts.tokens.experts_counts = torch.tensor([[4, 4, 0], [4, 4, 0], [0, 0, 0]])
-    samples = Samples(rollouts, torch.tensor([1.0, 0.0, 5.0]))
+    scored = ScoredBatch(rollouts, torch.tensor([1.0, 0.0, 5.0]))
     evaluations = PolicyEvaluations(batch_size=[3])
-    found = batch_metrics(ScoredStep(samples, evaluations, batch, None, rewards, returns, None), 3, 3)
+    found = batch_metrics(StepInputs(scored, evaluations, batch, None, rewards, returns, None), 3, 3)
     spreads = {
         "critic/score": (2, 5, 0),
         "critic/rewards": (1.5, 4, 0),
@@ -804,8 +804,8 @@ def a_reward_that_has_collapsed():
     record.ledger.add_sampled(6)
     rewards = SimpleNamespace(collapse=lambda window, drop: "from 1 to 0")
     with patch("verl_rc.trainer.guards.require_sampled_tokens"):
-        scored, found = SimpleNamespace(samples=Mock(), batch=batch), Findings(None, HealthHistory())
-        assert not guards.decide_update(rewards, scored, found, step_of(record))
+        inputs, found = SimpleNamespace(scored=Mock(), batch=batch), Findings(None, HealthHistory())
+        assert not guards.decide_update(rewards, inputs, found, step_of(record))
     return record.metrics(), {"alerts/reward_collapse": 1, "alerts/withheld_updates": 1}
 
 
@@ -1244,11 +1244,11 @@ def penalties_of_the_divergence():
     config = load_run_config([*sound_run(), *in_the_loss])
     services = Mock(config=config)
     services.actor.update.return_value = Timed(ActorReport([], [], []), 0.0)
-    scored = SimpleNamespace(reward_kl=divergence, correction=None)
+    inputs = SimpleNamespace(reward_kl=divergence, correction=None)
     stages, step = "verl_rc.trainer.stages", step_of(record, kl_coef=0.1)
     with (
         patch(f"{stages}.batch_metrics", return_value={}),
-        patch(f"{stages}.build_train_batch", return_value=scored),
+        patch(f"{stages}.build_train_batch", return_value=inputs),
     ):
         correct(services, Mock(), evaluations, step)
     batch = train_batch()

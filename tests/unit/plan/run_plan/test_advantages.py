@@ -89,13 +89,13 @@ ALL_INPUTS = (*SCORE_FIELDS, *ROLLOUT_FIELDS, *EVALUATION_FIELDS)
 
 
 def changed(name: str) -> Inputs:
-    samples = INPUTS.samples
+    scored = INPUTS.scored
     if name in SCORE_FIELDS:
-        return replace(INPUTS, samples=replace(samples, **{name: perturbed(getattr(samples, name))}))
-    owner = (samples.rollouts if name in ROLLOUT_FIELDS else INPUTS.evaluations).clone()
+        return replace(INPUTS, scored=replace(scored, **{name: perturbed(getattr(scored, name))}))
+    owner = (scored.rollouts if name in ROLLOUT_FIELDS else INPUTS.evaluations).clone()
     setattr(owner, name, other_values(name, getattr(owner, name)))
     if name in ROLLOUT_FIELDS:
-        return replace(INPUTS, samples=replace(samples, rollouts=owner))
+        return replace(INPUTS, scored=replace(scored, rollouts=owner))
     return replace(INPUTS, evaluations=owner)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from planned_runs import EMPTY_ROW, Given, config_of, current_scores, loss_of, perturbed, scored_step
+from planned_runs import EMPTY_ROW, Given, config_of, current_scores, loss_of, perturbed, step_inputs
 from torch import Tensor
 
 from verl_rc.algorithm.losses import AGGREGATION_MODES, Aggregation
@@ -140,7 +140,7 @@ def fields_given(batch: TrainBatch) -> list[str]:
 
 def live_fields(config: RunConfig) -> set[str]:
     """Which fields of the batch, or of the model's scores, change the loss."""
-    current, batch = current_scores(), scored_step(config).batch
+    current, batch = current_scores(), step_inputs(config).batch
     expected = loss_of(config, batch, current).detach()
     bypass = config.algorithm.rollout_correction.bypass_mode
     found = {
@@ -162,7 +162,7 @@ def live_fields(config: RunConfig) -> set[str]:
 
 def fields_with_gradient(config: RunConfig) -> set[str]:
     """Which tensors a gradient of the loss reaches."""
-    current, batch = current_scores(), scored_step(config).batch
+    current, batch = current_scores(), step_inputs(config).batch
     leaves: dict[str, Tensor] = {"log_probs": current.log_probs}
     assert current.entropies is not None
     leaves["entropies"] = current.entropies
@@ -220,7 +220,7 @@ def test_weights_and_masks_made_in_the_actor_are_constants(name: str) -> None:
     config, gradients = config_of(MATRIX[name]), []
     for detach in (False, True):
         current = current_scores()
-        loss_of(config, scored_step(config).batch, current, detach).backward()
+        loss_of(config, step_inputs(config).batch, current, detach).backward()
         gradients.append(current.log_probs.grad)
     assert torch.equal(*gradients)
 
@@ -240,7 +240,7 @@ def test_of_a_loss_of_the_users_own_everything_is_assumed() -> None:
 
 def test_the_critics_operands() -> None:
     config = config_of({"algorithm.adv_estimator": "gae"})
-    step = scored_step(config)
+    step = step_inputs(config)
     batch = critic_batch(step).clone()  # other tests share INPUTS
     values = perturbed(batch.critic_values, seed=1)
 

@@ -7,7 +7,7 @@ import torch
 
 from verl_rc.records.batches import RolloutBatch, TokenBatch
 from verl_rc.records.dataset import PromptRow
-from verl_rc.records.samples import Samples
+from verl_rc.records.scored_batch import ScoredBatch
 
 PAD = 99
 
@@ -37,7 +37,7 @@ def make_rollouts(prompts: list[list[int]], responses: list[list[int]], group_id
 PROMPTS, RESPONSES = [[1, 2, 3], [4], [5, 6], [7]], [[11], [12, 13], [14, 15, 16], [17]]
 
 
-def make_samples(first: int, **changes: Any) -> Samples:
+def make_batch(first: int, **changes: Any) -> ScoredBatch:
     """Two prompts with two samples each; scores count from ``first``."""
     rollouts = make_rollouts(PROMPTS, RESPONSES, [0, 0, 1, 1])
     fields = {
@@ -46,13 +46,13 @@ def make_samples(first: int, **changes: Any) -> Samples:
         "texts": [f"text {first + row}" for row in range(4)],
         "extras": {"acc": [float(first + row) for row in range(4)]},
     }
-    return Samples(rollouts, **{**fields, **changes})
+    return ScoredBatch(rollouts, **{**fields, **changes})
 
 
 def test_rows_have_the_prompt_of_their_group_and_a_score_stands_for_a_missing_accuracy() -> None:
-    samples = make_samples(10, extras={"acc": [1.0, None, 0.0, None]})
-    assert [row.row_index for row in samples.rows] == [10, 10, 11, 11]
-    assert samples.accuracies() == [1, 11, 0, 13]
+    scored = make_batch(10, extras={"acc": [1.0, None, 0.0, None]})
+    assert [row.row_index for row in scored.rows] == [10, 10, 11, 11]
+    assert scored.accuracies() == [1, 11, 0, 13]
 
 
 @pytest.mark.parametrize(
@@ -60,21 +60,24 @@ def test_rows_have_the_prompt_of_their_group_and_a_score_stands_for_a_missing_ac
     [
         (
             {"scores": torch.zeros(4, dtype=torch.float64)},
-            r"Samples\.scores must be torch.float32 .* got torch.float64",
+            r"ScoredBatch\.scores must be torch.float32 .* got torch.float64",
         ),
         (
             {"scores": torch.zeros(3)},
-            r"Samples\.scores must be .* of shape \[4\], got torch.float32 of shape \[3\]",
+            r"ScoredBatch\.scores must be .* of shape \[4\], got torch.float32 of shape \[3\]",
         ),
-        ({"component_scores": torch.zeros(4)}, r"Samples\.component_scores must be .* of shape \[4, 'K'\]"),
-        ({"reward_baselines": torch.zeros(4, 1)}, r"Samples\.reward_baselines must be .* of shape \[4\]"),
-        ({"texts": ["one"]}, r"Samples\.texts must have one value for each of 4 rows, got 1"),
+        (
+            {"component_scores": torch.zeros(4)},
+            r"ScoredBatch\.component_scores must be .* of shape \[4, 'K'\]",
+        ),
+        ({"reward_baselines": torch.zeros(4, 1)}, r"ScoredBatch\.reward_baselines must be .* of shape \[4\]"),
+        ({"texts": ["one"]}, r"ScoredBatch\.texts must have one value for each of 4 rows, got 1"),
         (
             {"extras": {"acc": [1.0]}},
-            r"Samples\.extras\['acc'\] must have one value for each of 4 rows, got 1",
+            r"ScoredBatch\.extras\['acc'\] must have one value for each of 4 rows, got 1",
         ),
     ],
 )
 def test_what_does_not_fit_the_rollouts_names_the_field(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        make_samples(0, **changes)
+        make_batch(0, **changes)

@@ -1,4 +1,4 @@
-"""Samples: responses with their scores."""
+"""A batch of responses with their scores."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from verl_rc.records.episode import Reply
 
 
 @dataclass(frozen=True)
-class Samples:
+class ScoredBatch:
     """Responses and their scores, row by row, with all samples of each prompt. ``B`` rows."""
 
     rollouts: RolloutBatch
@@ -43,7 +43,7 @@ class Samples:
                 value.dtype != torch.float32 or value.ndim != dimensions or len(value) != rows
             ):
                 raise ValueError(
-                    f"Samples.{name} must be torch.float32 of shape {[rows, 'K'][:dimensions]}, got "
+                    f"ScoredBatch.{name} must be torch.float32 of shape {[rows, 'K'][:dimensions]}, got "
                     f"{value.dtype} of shape {list(value.shape)}."
                 )
         columns: dict[str, Sequence[object]] = {
@@ -53,7 +53,7 @@ class Samples:
         for name, column in columns.items():
             if len(column) != rows:
                 raise ValueError(
-                    f"Samples.{name} must have one value for each of {rows} rows, got {len(column)}."
+                    f"ScoredBatch.{name} must have one value for each of {rows} rows, got {len(column)}."
                 )
 
     def __len__(self) -> int:
