@@ -24,5 +24,5 @@ class LoadedEngine(VllmEngine):
         self._loop.call(lambda sampler: sampler.load(staged))
         self.finish_update(version)
 
-    def num_kept(self) -> int:
+    def num_copies(self) -> int:
         return len(float32_head._float32_weights)

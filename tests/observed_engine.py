@@ -33,7 +33,7 @@ class ObservedEngine(VllmEngine):
     def act_on_update(self, what: OnUpdate) -> None:
         """From now on do this to running samples at an update."""
         self._options = replace(self._options, on_update=what)
-        self._loop.call(lambda sampler: setattr(sampler, "_keeps_cache", what == "keep"))
+        self._loop.call(lambda sampler: setattr(sampler, "_reuses_cache", what == "keep"))
 
     def forget_weights(self) -> None:
         """As if none had ever come."""

@@ -98,7 +98,7 @@ def make_train_batch(
     )
 
 
-def add_kept_sets(batch: TrainBatch, vocabulary: int, seed: int = 0) -> None:
+def add_supports(batch: TrainBatch, vocabulary: int, seed: int = 0) -> None:
     """Beside each response token a set of one to four words that a filter left, itself among them; every
     fifth is not recorded, and so not in the loss."""
     generator = torch.Generator().manual_seed(seed)
@@ -112,11 +112,13 @@ def add_kept_sets(batch: TrainBatch, vocabulary: int, seed: int = 0) -> None:
             ]
             counts[row, place] = size
             rows.append((row, [token, *others[: size - 1]]))
-    words = [[word for row, kept in rows if row == number for word in kept] for number in range(len(mask))]
+    words = [
+        [word for row, support in rows if row == number for word in support] for number in range(len(mask))
+    ]
     width = max(map(len, words))
-    batch.tokens.kept_counts = counts
-    batch.tokens.kept_ids = torch.tensor(
-        [[*kept, *[0] * (width - len(kept))] for kept in words], dtype=torch.int32
+    batch.tokens.support_counts = counts
+    batch.tokens.support_ids = torch.tensor(
+        [[*support, *[0] * (width - len(support))] for support in words], dtype=torch.int32
     )
     batch.loss_mask = batch.loss_mask & (counts > 0)
 

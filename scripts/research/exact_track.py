@@ -435,8 +435,8 @@ def frozen_score(method: Method, among: Sequence[Problem], steps: int = FLOW_STE
 
 
 def result_of(method: Method, among: Sequence[Problem]) -> dict[str, Any]:
-    """What is kept of a method: bias and error by condition, ``frozen``, and passes over the batch without
-    gradient that it needs before an update."""
+    """The stored numbers of a method: bias and error by condition, ``frozen``, and passes over the batch
+    without gradient that it needs before an update."""
     conditions = {name: examine(method, name, among) for name in CONDITIONS}
     forwards = int(method.correction.mode == "decoupled")
     return {"forwards": forwards, "frozen": frozen_score(method, among), "conditions": conditions}
@@ -472,9 +472,10 @@ def main() -> int:
         result = result_of(method, among)
         print(line_of(method.name, result), flush=True)
         if options.output is not None:
-            kept = json.loads(options.output.read_text(encoding="utf-8")) if options.output.is_file() else {}
-            kept[method.name] = result
-            options.output.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+            output = options.output
+            stored = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else {}
+            stored[method.name] = result
+            output.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

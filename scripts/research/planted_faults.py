@@ -397,7 +397,7 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="words that an arm's name must have, such as: top-p")
     parser.add_argument("--seeds", default="1", help="such as 1,2,3")
     folder = ROOT / "runs" / "planted_faults"
-    parser.add_argument("--folder", type=Path, default=folder, help="where models, data and runs are kept")
+    parser.add_argument("--folder", type=Path, default=folder, help="where models, data and runs are")
     options = parser.parse_args()
     folder, results = options.folder.resolve(), options.folder.resolve() / "runs.jsonl"
     arms = [arm for arm in ARMS if set(options.words) <= set(arm.split())]

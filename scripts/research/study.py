@@ -36,10 +36,10 @@ CURVES = (
     *("async/token_age/mean", "actor/grad_norm", "actor/entropy", "actor/pg_clipfrac"),
     *("actor/flipped_experts", "sync/update_survival", "sync/changed_weights", "timing_s/step"),
 )
-"""Metrics that are kept of a run, beside all validations."""
+"""Metrics of a run that are stored, beside all validations."""
 VALIDATION = "val-core/"
 MOST_POINTS = 150
-"""Steps that are kept of a longer run are about so many; validations are all kept."""
+"""About so many steps of a longer run are stored, and all validations."""
 TASK_SETTINGS = ("NUM_HEADS", "DIGITS_OPTIONS", "MODEL_OPTIONS", "SFT_OPTIONS")
 """Variables of ``scripts/warm_start.sh`` that make another task or model."""
 INTERRUPTED = (130, 143)
@@ -201,14 +201,14 @@ def warm_start(plan: Run, folder: Path) -> Mapping[str, str]:
 
 
 def curves_of(place: Path) -> dict[str, list[list[float]]]:
-    """Step and value of the metrics that are kept of the run in ``place``."""
+    """Step and value of the stored metrics of the run in ``place``."""
     lines = whole_records(place / "metrics.jsonl")
     interval = max(1, len(lines) // MOST_POINTS)
     curves = dict[str, list[list[float]]]()
     for line in lines:
         for name, value in line.items():
-            is_kept = name.startswith(VALIDATION) or (name in CURVES and line["step"] % interval == 0)
-            if is_kept and isinstance(value, int | float):
+            is_stored = name.startswith(VALIDATION) or (name in CURVES and line["step"] % interval == 0)
+            if is_stored and isinstance(value, int | float):
                 curves.setdefault(name, []).append([line["step"], float(f"{value:.5g}")])
     return curves
 
@@ -251,7 +251,7 @@ def main() -> int:
         "--task", action="append", default=[], metavar="NAME=VALUE", help="settings of scripts/warm_start.sh"
     )
     folder = ROOT / "runs" / "studies"
-    parser.add_argument("--folder", type=Path, default=folder, help="where models, data and runs are kept")
+    parser.add_argument("--folder", type=Path, default=folder, help="where models, data and runs are")
     options = parser.parse_args()
     try:
         settings = dict(setting.split("=", 1) for setting in options.task)

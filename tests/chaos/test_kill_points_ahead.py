@@ -57,7 +57,7 @@ MODES = {
         "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
     ),
     # Needs a CPU with products in float16.
-    "float16 and kept sets": (
+    "float16 and supports": (
         *AHEAD,
         "async_training.partial_rollout=True",
         "async_training.deterministic_steps=5",

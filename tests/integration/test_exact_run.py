@@ -13,7 +13,7 @@ from small_runs import run_overrides
 from verl_rc.config.run import RunConfig
 from verl_rc.insight.replay.rows import read_rows
 from verl_rc.insight.replay.trainer import TrainerReplay
-from verl_rc.insight.replay.weights import KeptWeights, config_of
+from verl_rc.insight.replay.weights import SavedWeights, config_of
 from verl_rc.records.batches import TokenBatch
 from verl_rc.records.token_records.token_record import FOLDER
 from verl_rc.runtime.exact import EXACT_ENVIRONMENT
@@ -51,7 +51,7 @@ def test_every_token_of_a_partial_rollout_is_that_of_its_own_weights(
     result = train([*run_overrides(task, tmp_path), *EXACT, *PARTIAL, *of_folder(tmp_path)])
     assert result.returncode == 0, result.stderr[-3000:]
     config, continued, compared = config_of(tmp_path), 0, set[int]()
-    kept = KeptWeights(config, tmp_path, tmp_path / "exported")
+    saved = SavedWeights(config, tmp_path, tmp_path / "exported")
     # This process has multiplied before: its libraries are not held to one order of sums any more.
     with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
         for rows in read_rows(tmp_path, most_rows=100, first_step=1, last_step=3):
@@ -61,7 +61,7 @@ def test_every_token_of_a_partial_rollout_is_that_of_its_own_weights(
             continued += int((young & (rows.versions[:, :1] < rows.step - 1)).sum())
             for version in set(rows.versions.unique().tolist()) - {-1}:
                 here = rows.versions == version
-                scores = fresh.submit(scores_of, config, kept.folder(version), rows.tokens).result()
+                scores = fresh.submit(scores_of, config, saved.folder(version), rows.tokens).result()
                 assert torch.equal(scores[here], rows.rollout[here]), (rows.step, version)
                 compared.add(rows.step - 1 - version)
     assert compared == {0, 1}, f"{tmp_path / FOLDER} must hold tokens of both ages"

@@ -75,7 +75,7 @@ def test_both_sides_have_one_head_and_one_side_alone_is_further_off(
     engine: ChildProcess, head: str | None, task: dict[str, Path], tmp_path: Path
 ) -> None:
     tokens, rollout = sampled(engine)
-    assert engine.call("num_kept") == (1 if head else 0)
+    assert engine.call("num_copies") == (1 if head else 0)
     other = None if head else "float32"
     same, one_sided = (mean_gap(task["model"], precision, tokens, rollout) for precision in (head, other))
     assert same < one_sided
@@ -87,7 +87,7 @@ def test_both_sides_have_one_head_and_one_side_alone_is_further_off(
             parameter.add_(0.2 * parameter.std() * torch.randn_like(parameter))
     model.save_pretrained(tmp_path)
     engine.call("load", dict(every_name(model)), 1)
-    assert engine.call("num_kept") == 0
+    assert engine.call("num_copies") == 0
     tokens, rollout = sampled(engine)
     assert mean_gap(tmp_path, head, tokens, rollout) < 5 * same
     assert mean_gap(task["model"], head, tokens, rollout) > 20 * same

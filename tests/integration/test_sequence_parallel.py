@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from small_checkpoints import whole
-from small_models import add_kept_sets, make_train_batch, ragged, scored, small_run_config, write_small_model
+from small_models import add_supports, make_train_batch, ragged, scored, small_run_config, write_small_model
 from two_processes import free_port, run_ranks
 
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
@@ -40,8 +40,8 @@ CORRECTIONS: dict[str, dict[str, object]] = {
     "bypass, normalised": {**BYPASS, **RULE, "rollout_is_batch_normalize": True},
     "bypass, kept": {**BYPASS, **RULE, "rejection_denominator": "kept"},
     "clip_cov": {},
-    "kept sets": {},
-    "kept sets, bypass": {**BYPASS, **WIDE_RULE, "rejection_denominator": "kept"},
+    "supports": {},
+    "supports, bypass": {**BYPASS, **WIDE_RULE, "rejection_denominator": "kept"},
     "a teacher's likeliest tokens": {},
 }
 ACTOR, KEY = "actor_rollout_ref.actor", "fsdp_config.ulysses_sequence_parallel_size"
@@ -64,7 +64,7 @@ CASES = {
     "two ranks": Case(2, 2),
     "adapters": Case(2, 2, ADAPTERS, ("decoupled",)),
     "more ranks than heads of keys": Case(
-        4, 4, (), ("decoupled", "kept sets", "a teacher's likeliest tokens")
+        4, 4, (), ("decoupled", "supports", "a teacher's likeliest tokens")
     ),
     "two groups of two, with checkpointing": Case(4, 2, CHECKPOINTS),
     "two groups of two, each with a copy of the weights": Case(4, 2, COPIES, ("decoupled", "bypass, kept")),
@@ -146,8 +146,8 @@ def actor_numbers(worker: PolicyWorker, micro_batches: list[list[int]], correcti
         worker._actor = worker._actor.model_copy(update={"policy_loss": chosen})
         bypass = worker._correction.bypass_mode
         batch = make_train_batch(LENGTHS, () if bypass else REJECTED)
-        if name.startswith("kept sets"):
-            add_kept_sets(batch, worker.model.module.config.vocab_size)
+        if name.startswith("supports"):
+            add_supports(batch, worker.model.module.config.vocab_size)
         near = everything + 0.1 * torch.randn(everything.shape, generator=torch.Generator().manual_seed(7))
         batch.reference_log_probs = torch.where(batch.response_mask, near, 0.0)
         if bypass:

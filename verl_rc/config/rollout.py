@@ -333,7 +333,7 @@ class RolloutConfig(StrictModel):
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
-    def largest_kept_set(self) -> int:
+    def largest_support(self) -> int:
         """Size of the largest set of kept tokens that is recorded; 0: none is, there is no filter."""
         return (self.max_kept_tokens or self.top_k + _TIES) if self.has_filter else 0
 

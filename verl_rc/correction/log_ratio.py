@@ -14,7 +14,7 @@ from verl_rc.tensor_ops import binary_kl, bound_log_ratio, k1_estimate, k2_estim
 from verl_rc.tensor_ops.masked import turn_numbers
 
 PROBABILITY_MARGIN = 1e-8
-"""Probabilities are kept this far from 0 and 1: further out their binary KL is that of rounding, or infinite.
+"""Probabilities stay this far from 0 and 1: further out their binary KL is that of rounding, or infinite.
 """
 
 

@@ -14,7 +14,7 @@ from verl_rc.insight.verdict.signatures import CauseRow
 
 REPLAYS: Mapping[str, str] = {
     "R0": "the trainer twice, with its weights of the step, and against what it recorded: 2 forwards",
-    "R3": "the trainer with each version of the weights that was kept: 1 forward each; needs checkpoints",
+    "R3": "the trainer with each version of the weights that was saved: 1 forward each; needs checkpoints",
 }
 """Replays of docs/see_why.md that ``verl-rc diagnose`` can make, and the cost of each for a record."""
 

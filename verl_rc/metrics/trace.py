@@ -50,7 +50,7 @@ class Trace:
 
     @property
     def is_writing(self) -> bool:
-        """Whether spans are kept."""
+        """Whether spans are recorded."""
         return self._file is not None
 
     @contextmanager

@@ -73,7 +73,7 @@ class CapturedTrainer:
         """Compare with the ``file`` of ``CapturingEngine.sample``, in the order of computation."""
         engine = torch.load(file, map_location="cpu")
         sampled = torch.tensor([value for values in engine["log_probs"] for value in values])
-        engine_results = {**engine["kept"], capture.LOG_PROBS: (None, sampled[:, None])}
+        engine_results = {**engine["results"], capture.LOG_PROBS: (None, sampled[:, None])}
         compared = []
         for name, (places, trainer_rows) in self._results(prompts, engine).items():
             engine_rows = engine_results[name][1]
@@ -90,7 +90,7 @@ class CapturedTrainer:
         sequences = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
         lengths = torch.tensor([len(sequence) for sequence in sequences])
         starts = lengths.cumsum(0) - lengths
-        head_places, _ = engine["kept"][capture.HEAD]
+        head_places, _ = engine["results"][capture.HEAD]
         self._captured = {}
         with torch.no_grad():
             ids = torch.tensor([*chain.from_iterable(sequences)], device=self._device)
@@ -105,7 +105,7 @@ class CapturedTrainer:
         ]
         results = {
             name: (places, captured[name][_packed_positions(places, starts)])
-            for name, (places, _) in engine["kept"].items()
+            for name, (places, _) in engine["results"].items()
             if name in captured
         }
         results[capture.HEAD] = head_places, logits

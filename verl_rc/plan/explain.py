@@ -130,7 +130,7 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
         model = f"{config.actor_rollout_ref.ref.model_path}, frozen"
         source = model if config.has_reference_model else "the actor without its adapters"
         yield "π_ref", f"reference policy: {source} (ref_log_prob); constant"
-    yield from _kept_set(config.actor_rollout_ref.rollout)
+    yield from _support(config.actor_rollout_ref.rollout)
     if config.actor_rollout_ref.rollout.enable_rollout_routing_replay:
         yield (
             "π(y)",
@@ -152,15 +152,15 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
         yield "", f"{mode}: {divisors}"
 
 
-def _kept_set(rollout: RolloutConfig) -> Iterator[Row]:
+def _support(rollout: RolloutConfig) -> Iterator[Row]:
     if rollout.has_filter:
         filters = ", ".join(f"{name}={getattr(rollout, name)}" for name in ("top_p", "top_k", "min_p"))
         yield (
             "π(y)",
-            f"given the engine's kept set ({filters}): log-probs, entropies and divergences of every policy "
+            f"given the engine's support ({filters}): log-probs, entropies and divergences of every policy "
             "are those of the distribution over the tokens that the engine's filter has left at y; the "
             "gradient goes through their logits alone. Where more than "
-            f"{rollout.largest_kept_set} are left, y is rejected",
+            f"{rollout.largest_support} are left, y is rejected",
         )
 
 

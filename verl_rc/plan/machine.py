@@ -248,7 +248,7 @@ def refuse_too_little_memory(config: RunConfig) -> None:
 
 
 def check_disk(config: RunConfig, shapes: Mapping[str, ModelShape], folder: Path) -> Iterator[Finding]:
-    """Check that the disk has room for the checkpoints that are kept and one more while it replaces an older
+    """Check that the disk has room for the checkpoints that stay and one more while it replaces an older
     one."""
     if config.trainer.save_freq <= 0:
         yield Finding("note", "checkpoints", "none (trainer.save_freq <= 0)")
@@ -257,7 +257,7 @@ def check_disk(config: RunConfig, shapes: Mapping[str, ModelShape], folder: Path
     limit, steps = config.trainer.max_actor_ckpt_to_keep, config.trainer.total_training_steps
     saves = None if steps is None else -(-steps // config.trainer.save_freq)
     if limit is None and saves is None:
-        number, count = "all of them are kept, their number depends on the data", 2
+        number, count = "all of them stay, their number depends on the data", 2
     else:
         count = min(bound for bound in (saves, None if limit is None else limit + 1) if bound is not None)
         number = f"{count} at once"

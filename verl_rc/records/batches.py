@@ -2,7 +2,7 @@
 
 Symbols: ``B`` sequences (prompts x samples per prompt), ``P`` padded prompt width (padding left), ``R``
 padded response width (padding right), ``W`` numbers and ``C`` candidates beside each token; of the lists
-beside a row's tokens, padded on the right, ``K`` token ids that a filter kept and ``E`` experts. Log-probs
+beside a row's tokens, padded on the right, ``K`` token ids that a filter left and ``E`` experts. Log-probs
 are in nats; the log-prob at response position t is that *of* response token t.
 
 The configuration decides whether an optional field is there, and the docstring of the field says by which
@@ -29,8 +29,8 @@ FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "responses": (torch.int64, "BR"),
     "response_lengths": (torch.int64, "B"),
     "restarts": (torch.bool, "BR"),
-    "kept_counts": (torch.int64, "BR"),
-    "kept_ids": (torch.int32, "BK"),
+    "support_counts": (torch.int64, "BR"),
+    "support_ids": (torch.int32, "BK"),
     "experts_counts": (torch.int64, "BR"),
     "experts_ids": (torch.uint8, "BE"),
     "response_mask": (torch.bool, "BR"),
@@ -65,7 +65,7 @@ FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "scores": (torch.float32, "B"),
 }
 """Dtype and shape of every field; a field has the same dtype and shape in all records."""
-COLUMNS = {"kept": "BK", "experts": "BE"}
+COLUMNS = {"support": "BK", "experts": "BE"}
 """Lists beside the response tokens: the field ``<name>_counts`` holds their lengths; ``<name>_ids``, of the
 shape given here, holds the integers of all lists of a row, concatenated."""
 
@@ -108,12 +108,12 @@ class TokenBatch(TensorClass):
     restarts: Tensor | None = None
     """bool ``[B, R]``: response tokens that begin another conversation, whose tokens see none of those
     before. None: no row of the batch has one."""
-    kept_counts: Tensor | None = None
-    """int64 ``[B, R]``: size of the set that the engine's filter kept at each token that the policy produced;
-    0 where it is not recorded, and for all other tokens. There with ``RolloutConfig.has_filter`` (top_p,
-    top_k, min_p)."""
-    kept_ids: Tensor | None = None
-    """int32 ``[B, K]``, padding on the right: the token ids of these sets. There with ``kept_counts``."""
+    support_counts: Tensor | None = None
+    """int64 ``[B, R]``: size of the support, the tokens that the engine's filter left, at each token that
+    the policy produced; 0 where it is not recorded, and for all other tokens. There with
+    ``RolloutConfig.has_filter`` (top_p, top_k, min_p)."""
+    support_ids: Tensor | None = None
+    """int32 ``[B, K]``, padding on the right: token ids of the supports. There with ``support_counts``."""
     experts_counts: Tensor | None = None
     """int64 ``[B, R]``: number of ``experts_ids`` of each token that the policy produced; 0 where they are
     not recorded, and for all other tokens. There with ``rollout.enable_rollout_routing_replay``, for the
@@ -138,7 +138,7 @@ class TokenBatch(TensorClass):
     def mask_of_known_distribution(self, response_mask: Tensor) -> Tensor:
         """bool ``[B, R]``: the tokens of ``response_mask`` whose log-probs of engine and trainer are of one
         distribution: not those that were drawn from a set that is not recorded."""
-        return response_mask if self.kept_counts is None else response_mask & (self.kept_counts > 0)
+        return response_mask if self.support_counts is None else response_mask & (self.support_counts > 0)
 
     @property
     def sequence_lengths(self) -> Tensor:
@@ -228,7 +228,7 @@ class TrainBatch(TensorClass):
     """bool ``[B, R]``: tokens the policy produced."""
     loss_mask: Tensor
     """bool ``[B, R]``: tokens of ``response_mask`` that rollout correction keeps, that are not too old, and
-    whose kept set is recorded where the engine filters."""
+    whose support is recorded where the engine filters."""
     advantages: Tensor
     """float32 ``[B, R]``, 0 where ``response_mask`` is False."""
     old_log_probs: Tensor

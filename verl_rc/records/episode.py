@@ -125,12 +125,12 @@ class Reply:
 
 def _bounded(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The first metrics, and the number of the others: an agent may give as many names as it likes."""
-    kept = {str(name): value for name, value in metrics.items() if len(str(name)) <= _LONGEST_NAME}
-    already = _number(DROPPED_METRICS, kept.pop(DROPPED_METRICS, 0.0))
-    dropped = len(metrics.keys() - {DROPPED_METRICS}) - min(len(kept), _MAX_METRICS)
+    short = {str(name): value for name, value in metrics.items() if len(str(name)) <= _LONGEST_NAME}
+    already = _number(DROPPED_METRICS, short.pop(DROPPED_METRICS, 0.0))
+    dropped = len(metrics.keys() - {DROPPED_METRICS}) - min(len(short), _MAX_METRICS)
     if dropped or already:
-        return {**dict(islice(kept.items(), _MAX_METRICS)), DROPPED_METRICS: already + dropped}
-    return kept
+        return {**dict(islice(short.items(), _MAX_METRICS)), DROPPED_METRICS: already + dropped}
+    return short
 
 
 def _plain(name: str, value: object) -> Any:

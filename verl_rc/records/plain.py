@@ -36,7 +36,7 @@ def unwrapped(value: object) -> object:
 
 
 def is_finite(number: Any) -> bool:
-    """Whether a real number is finite in float32, too, as which scores are kept."""
+    """Whether a real number is finite in float32, too, as which scores are stored."""
     return bool(abs(number) <= _LARGEST)  # not NaN, either
 
 

@@ -1,4 +1,4 @@
-"""Lists of integers beside sampled tokens, of different lengths: the tokens that a filter kept, or
+"""Lists of integers beside sampled tokens, of different lengths: the tokens that a filter left, or
 experts."""
 
 from collections.abc import Sequence

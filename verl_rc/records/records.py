@@ -140,7 +140,7 @@ class _ParquetRows:
 
 
 class _JsonRows:
-    """The records of a JSON lines or JSON file, kept as text."""
+    """The records of a JSON lines or JSON file, as text."""
 
     def __init__(self, records: Any, unit: str) -> None:
         """``unit``: a record's name in messages. Raises ``ValueError`` unless it is a list of records."""

@@ -52,7 +52,7 @@ class ScoreOptions:
 
 
 class HiddenStateScores(NamedTuple):
-    """Scores of K predicted tokens under ``p = softmax(logits / temperature)``, over the kept tokens where a
+    """Scores of K predicted tokens under ``p = softmax(logits / temperature)``, over the support where a
     token has such a set. None means not asked for."""
 
     log_probs: Tensor
@@ -80,7 +80,7 @@ def scores_from_hidden_states(
     token_ids: Tensor,
     options: ScoreOptions,
     bias: Tensor | None = None,
-    kept_ids: Tensor | None = None,
+    support_ids: Tensor | None = None,
     candidate_ids: Tensor | None = None,
 ) -> HiddenStateScores:
     """Scores of tokens whose logits are ``hidden @ weight.T + bias``, in float32 (float64 for float64 hidden
@@ -88,7 +88,7 @@ def scores_from_hidden_states(
 
     The logits of all tokens never exist at once: both passes take a block of the vocabulary at a time, so
     that each reads the weights once, and the backward pass computes the logits again. Logits that fit into
-    one block are kept instead. On a GPU what is computed of a block is compiled: its logits are read twice
+    one block are stored instead. On a GPU what is computed of a block is compiled: its logits are read twice
     (maximum, sums) in the forward and once in the backward pass, and stay in the precision of ``hidden``.
 
     Args:
@@ -97,7 +97,7 @@ def scores_from_hidden_states(
         token_ids: int64 ``[K]``.
         options: What to compute.
         bias: ``[V]``, optional.
-        kept_ids: int64 ``[K, W]``, optional: the tokens that each could be drawn from, padded with -1;
+        support_ids: int64 ``[K, W]``, optional: the tokens that each could be drawn from, padded with -1;
             all other logits count as -inf. A token without any was drawn from the whole vocabulary.
         candidate_ids: int64 ``[K, W]``, optional: other tokens in the place of each, none of them twice.
 
@@ -115,7 +115,7 @@ def scores_from_hidden_states(
         )
     if not options.temperature > 0:
         raise ValueError(f"the temperature must be > 0; got {options.temperature}")
-    for name, sets in (("kept_ids", kept_ids), ("candidate_ids", candidate_ids)):
+    for name, sets in (("support_ids", support_ids), ("candidate_ids", candidate_ids)):
         if sets is not None and (sets.ndim != 2 or len(sets) != len(hidden)):
             raise ValueError(
                 f"{name} must be [K, W] for hidden states [K, H]; got {list(sets.shape)}, "
@@ -125,7 +125,7 @@ def scores_from_hidden_states(
     if candidate_ids is not None:
         ids = torch.cat([ids, candidate_ids], dim=-1)
     scores = _HiddenStateScores.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, ids, kept_ids, options
+        hidden, weight, bias, ids, support_ids, options
     )
     return HiddenStateScores(*scores)
 
@@ -187,14 +187,14 @@ class _HiddenStateScores(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         ids: Tensor,
-        kept_ids: Tensor | None,
+        support_ids: Tensor | None,
         options: ScoreOptions,
     ) -> tuple[Tensor | None, ...]:
         sum_block, sums = _fused(_sum_block, hidden.device), None
         token_logits = hidden.new_full(ids.shape, -torch.inf, dtype=_precision(hidden))
         top = None
         for block in _vocabulary_blocks(hidden, weight):
-            logits = _logits(hidden, weight[block], bias, block, kept_ids)
+            logits = _logits(hidden, weight[block], bias, block, support_ids)
             token_logits = _gathered(logits, ids, block, options.temperature, token_logits)
             if options.top_tokens:
                 top = _largest(logits, block, options, top)
@@ -218,7 +218,7 @@ class _HiddenStateScores(torch.autograd.Function):
         if not options.entropy_gradient:
             means = None
         ctx.save_for_backward(
-            hidden, weight, bias, all_logits, ids, log_probs, maxima, totals, means, kept_ids
+            hidden, weight, bias, all_logits, ids, log_probs, maxima, totals, means, support_ids
         )
         ctx.temperature = options.temperature
         constants = [squares, varentropies, top_ids, top_log_probs]
@@ -239,7 +239,9 @@ class _HiddenStateScores(torch.autograd.Function):
         gradient is ``exp(x) (c + d x)`` with two numbers a token, except at the token itself and at the
         candidates.
         """
-        hidden, weight, bias, all_logits, ids, log_probs, maxima, totals, means, kept_ids = ctx.saved_tensors
+        hidden, weight, bias, all_logits, ids, log_probs, maxima, totals, means, support_ids = (
+            ctx.saved_tensors
+        )
         _squares, _varentropies, grad_candidates, *_ = further
         slopes = grad_log_probs[:, None] / ctx.temperature
         slopes_of_all = slopes[:, 0]
@@ -264,7 +266,7 @@ class _HiddenStateScores(torch.autograd.Function):
         for block in _vocabulary_blocks(hidden, weight):
             block_weight = weight[block].to(hidden.dtype)
             logits = (
-                _logits(hidden, block_weight, bias, block, kept_ids) if all_logits is None else all_logits
+                _logits(hidden, block_weight, bias, block, support_ids) if all_logits is None else all_logits
             )
             grad_logits = differentiate(logits, ctx.temperature, maxima, constants, factors)
             # One after the other: tokens outside the block have the same nearest place.
@@ -312,20 +314,20 @@ def _token_gradients(
 
 
 def _logits(
-    hidden: Tensor, block_weight: Tensor, bias: Tensor | None, block: slice, kept_ids: Tensor | None
+    hidden: Tensor, block_weight: Tensor, bias: Tensor | None, block: slice, support_ids: Tensor | None
 ) -> Tensor:
     """Logits of a block of the vocabulary in the dtype of the hidden states; -inf for tokens that the filter
     removed."""
     dtype = hidden.dtype
     logits = F.linear(hidden, block_weight.to(dtype), None if bias is None else bias[block].to(dtype))
-    if kept_ids is None:
+    if support_ids is None:
         return logits
-    # One column more, for the kept tokens that are not in this block.
-    is_kept = torch.zeros(len(hidden), logits.shape[1] + 1, dtype=torch.bool, device=hidden.device)
-    is_inside = (kept_ids >= block.start) & (kept_ids < block.stop)
-    is_kept.scatter_(1, torch.where(is_inside, kept_ids - block.start, logits.shape[1]), True)
-    is_unfiltered = (kept_ids < 0).all(dim=-1, keepdim=True)
-    return logits.masked_fill_(~(is_kept[:, :-1] | is_unfiltered), -torch.inf)
+    # One column more, for tokens of the support that are not in this block.
+    in_support = torch.zeros(len(hidden), logits.shape[1] + 1, dtype=torch.bool, device=hidden.device)
+    is_inside = (support_ids >= block.start) & (support_ids < block.stop)
+    in_support.scatter_(1, torch.where(is_inside, support_ids - block.start, logits.shape[1]), True)
+    is_unfiltered = (support_ids < 0).all(dim=-1, keepdim=True)
+    return logits.masked_fill_(~(in_support[:, :-1] | is_unfiltered), -torch.inf)
 
 
 def _sum_block(

@@ -32,9 +32,9 @@ def evaluate(services: Services, rollouts: RolloutBatch, step: Step) -> PolicyEv
             "the engines must record the experts that each token took, but the step's samples have none: the "
             "actor would take its own. Drop actor_rollout_ref.rollout.enable_rollout_routing_replay."
         )
-    if rollout.has_filter and rollouts.tokens.kept_counts is None:
+    if rollout.has_filter and rollouts.tokens.support_counts is None:
         raise RuntimeError(
-            "the engines must record which tokens their filter has kept, but the step's samples have no such "
+            "the engines must record which tokens their filter has left, but the step's samples have no such "
             "sets: the trainer would score them over the whole vocabulary. Drop "
             "actor_rollout_ref.rollout.top_p, top_k and min_p."
         )

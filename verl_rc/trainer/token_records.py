@@ -26,7 +26,7 @@ from verl_rc.trainer.services import Services
 from verl_rc.trainer.step_record import Step
 
 MOST_FILES = 512
-_KEPT = ("first", "checkpoint", "alert")
+_LASTING = ("first", "checkpoint", "alert")
 """Records that are the last to be removed when all of them take too much room."""
 _FIRST_STEPS = 2
 """The first steps show the gap before anything was learned."""
@@ -79,7 +79,7 @@ class TokenRecorder:
         with step.record.stage("token_records"):
             self._folder.mkdir(parents=True, exist_ok=True)
             write_record(self._folder, self._record(inputs, step, why))
-            thin_out(self._folder, self._settings.max_megabytes << 20, MOST_FILES, _KEPT)
+            thin_out(self._folder, self._settings.max_megabytes << 20, MOST_FILES, _LASTING)
 
     def _reason(self, step: int) -> str | None:
         """Why a record of the step is written. None for a step without one."""
@@ -155,7 +155,7 @@ class TokenRecorder:
             "config_hash": hashlib.sha256(json.dumps(public, sort_keys=True).encode()).hexdigest()[:16],
         }
 
-    def _token_classes(self, ids: Array, prompts: Sequence[Array], keeps_text: bool, step: int) -> Array:
+    def _token_classes(self, ids: Array, prompts: Sequence[Array], writes_text: bool, step: int) -> Array:
         """The class of each id; the text of ids that come for the first time is written beside the
         records."""
         distinct, inverse = np.unique(ids, return_inverse=True)
@@ -167,7 +167,7 @@ class TokenRecorder:
             special = {*self._services.tokenizer.all_special_ids, *self._services.stop_token_ids}
             classes = [class_of(text, token in special) for token, text in zip(new_ids, texts, strict=True)]
             self._classes |= dict(zip(new_ids, classes, strict=True))
-            if keeps_text:
+            if writes_text:
                 path = self._folder / PIECES
                 pieces = list(zip(new_ids, texts, classes, strict=True))
                 with path.open("a", encoding="utf-8") as file:

@@ -187,7 +187,8 @@ class Publisher:
         """Compare the log-probs of canary tokens, engine by engine, with the trainer's.
 
         The tokens follow a cached prefix that is longer than a block of the engine's KV cache, so an engine
-        that kept blocks of older weights is found out. Log-probs of *prompt* tokens would bypass the cache.
+        that still holds blocks of older weights is found out. Log-probs of *prompt* tokens would bypass the
+        cache.
         """
         services = self._services
         prompts = [request.prompt_token_ids for request in self._canary_requests]

@@ -107,10 +107,10 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
     ({"actor_rollout_ref.model.head_dtype": "float32"}, ["logits: products in float32, in actor"], []),
     (
         {"actor_rollout_ref.rollout.top_p": 0.95, "actor_rollout_ref.rollout.top_k": 20},
-        ["given the engine's kept set (top_p=0.95, top_k=20, min_p=0.0)", "Where more than 36 are left"],
+        ["given the engine's support (top_p=0.95, top_k=20, min_p=0.0)", "Where more than 36 are left"],
         [],
     ),
-    ({}, [], ["kept set"]),
+    ({}, [], ["engine's support"]),
     (
         {"actor_rollout_ref.exact": True, f"{ACTOR}.fsdp_config.dtype": "bfloat16"},
         ["exact mode: engine, actor and reference compute the same bits"],

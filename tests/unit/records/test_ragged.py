@@ -34,11 +34,11 @@ def full_batch() -> TrainBatch:
     batch.scores = torch.arange(6.0)
     batch.engines = torch.arange(6) % 2
     batch.tokens.restarts = mask & (torch.arange(7) % 2 == 1)
-    batch.tokens.kept_counts = torch.where(mask, torch.arange(7) % 3, 0)
-    sizes = batch.tokens.kept_counts.sum(-1, keepdim=True)
+    batch.tokens.support_counts = torch.where(mask, torch.arange(7) % 3, 0)
+    sizes = batch.tokens.support_counts.sum(-1, keepdim=True)
     ids = torch.arange(42, dtype=torch.int32).view(6, 7)
-    batch.tokens.kept_ids = torch.where(torch.arange(7) < sizes, ids, 0)
-    batch.tokens.experts_counts = batch.tokens.kept_counts.roll(1, dims=0) * (mask > 0)
+    batch.tokens.support_ids = torch.where(torch.arange(7) < sizes, ids, 0)
+    batch.tokens.experts_counts = batch.tokens.support_counts.roll(1, dims=0) * (mask > 0)
     sizes = batch.tokens.experts_counts.sum(-1, keepdim=True)
     batch.tokens.experts_ids = torch.where(torch.arange(7) < sizes, ids + 200, 0).to(torch.uint8)
     return batch
@@ -58,15 +58,16 @@ def test_rows_arrive_to_the_bit_and_padded_to_the_longest_of_them() -> None:
         assert values.dtype == sent.dtype
         for place, row in enumerate(ROWS):
             prompt, response = int(batch.tokens.prompt_lengths[row]), LENGTHS[row]
-            kept, experts = (
-                int(counts[row].sum()) for counts in (batch.tokens.kept_counts, batch.tokens.experts_counts)
+            support, experts = (
+                int(counts[row].sum())
+                for counts in (batch.tokens.support_counts, batch.tokens.experts_counts)
             )
             where, whence = {
                 "B": (slice(None), slice(None)),
                 "BP": (slice(5 - prompt, 5), slice(sent.shape[-1] - prompt, sent.shape[-1])),
                 "BR": (slice(0, response), slice(0, response)),
                 "BRW": (slice(0, 3 * response), slice(0, 3 * response)),
-                "BK": (slice(0, kept), slice(0, kept)),
+                "BK": (slice(0, support), slice(0, support)),
                 "BE": (slice(0, experts), slice(0, experts)),
             }[FIELDS[name][1]]
             assert (values[place].reshape(-1)[where] == sent[row].reshape(-1)[whence]).all(), name

@@ -33,7 +33,7 @@ def lists(column: RaggedColumn) -> list[list[int]]:
 
 def part(first: int = 0, end: int = 4, version: int = 3, recorded: bool = True) -> Part:
     ids = torch.tensor(TOKENS[first:end], dtype=torch.int32)
-    return Part(ids, ids / -7, version, {"kept": column(SETS[first:end])} if recorded else {})
+    return Part(ids, ids / -7, version, {"support": column(SETS[first:end])} if recorded else {})
 
 
 def test_slices_and_joins_keep_the_lists_and_their_dtype() -> None:
@@ -45,15 +45,15 @@ def test_slices_and_joins_keep_the_lists_and_their_dtype() -> None:
     with pytest.raises(ValueError, match="must rise from 0 to its 2 values"):
         RaggedColumn(np.array([0, 1]), np.zeros(2, dtype=np.uint8))
     with pytest.raises(
-        ValueError, match=r"Part.columns\['kept'\] must have a list for each of 3 tokens, got 4"
+        ValueError, match=r"Part.columns\['support'\] must have a list for each of 3 tokens, got 4"
     ):
-        replace(part(0, 3), columns={"kept": column(SETS)})
+        replace(part(0, 3), columns={"support": column(SETS)})
 
 
 def test_lists_travel_with_their_part_and_through_a_checkpoint() -> None:
     """In a conversation, where an update has cut a turn, and beside a part without any."""
     arrived = pickle.loads(pickle.dumps(part()))
-    assert lists(arrived.columns["kept"]) == SETS
+    assert lists(arrived.columns["support"]) == SETS
     answer = Answer(torch.tensor([90, 91], dtype=torch.int32))
     turns: list[Part | Answer] = [part(0, 2), answer, part(2, 4, 5), part(0, 3, 5, recorded=False)]
     row = PromptRow(0, [1, 2], [], "digits", "3", {})
@@ -64,7 +64,7 @@ def test_lists_travel_with_their_part_and_through_a_checkpoint() -> None:
     packed = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     (restored,) = unpack(packed, lambda _: row)
     found = [
-        [lists(turn.columns["kept"]) for turn in sample.response.parts if isinstance(turn, Part)]
+        [lists(turn.columns["support"]) for turn in sample.response.parts if isinstance(turn, Part)]
         for sample in restored.samples
     ]
     assert found == [[SETS[:2], SETS[2:], [[], [], []]], [SETS]]
@@ -80,19 +80,19 @@ def rollouts() -> RolloutBatch:
 
 def test_a_batch_has_them_behind_each_other_in_every_row_and_a_rank_gets_those_of_its_rows() -> None:
     tokens = rollouts().tokens
-    assert tokens.kept_counts is not None
-    assert tokens.kept_ids is not None
-    assert tokens.kept_counts.tolist() == [[2, 1, 0, 0, 0, 3], [1, 0, 0, 0, 0, 0], [0] * 6]
-    assert tokens.kept_ids.tolist() == [[5, 7, 6, 8, 9, 10], [6, 0, 0, 0, 0, 0], [0] * 6]
+    assert tokens.support_counts is not None
+    assert tokens.support_ids is not None
+    assert tokens.support_counts.tolist() == [[2, 1, 0, 0, 0, 3], [1, 0, 0, 0, 0, 0], [0] * 6]
+    assert tokens.support_ids.tolist() == [[5, 7, 6, 8, 9, 10], [6, 0, 0, 0, 0, 0], [0] * 6]
     arrived = pickle.loads(pickle.dumps(Ragged.from_record(tokens, [2, 1]))).padded([0, 1])
-    assert (arrived.kept_counts.tolist(), arrived.kept_ids.tolist()) == ([[0], [1]], [[0], [6]])
+    assert (arrived.support_counts.tolist(), arrived.support_ids.tolist()) == ([[0], [1]], [[0], [6]])
     whole = pickle.loads(pickle.dumps(Ragged.from_record(tokens, [2, 1, 0]))).padded([1, 2, 0])
-    assert torch.equal(whole.kept_counts, tokens.kept_counts[[1, 0, 2]])
-    assert torch.equal(whole.kept_ids, tokens.kept_ids[[1, 0, 2]])
-    assert whole.kept_ids.dtype == torch.int32
+    assert torch.equal(whole.support_counts, tokens.support_counts[[1, 0, 2]])
+    assert torch.equal(whole.support_ids, tokens.support_ids[[1, 0, 2]])
+    assert whole.support_ids.dtype == torch.int32
 
 
-@pytest.mark.parametrize("field", ["kept_counts", "kept_ids"])
+@pytest.mark.parametrize("field", ["support_counts", "support_ids"])
 def test_lists_that_changed_on_their_way_are_noticed(field: str) -> None:
     batch = rollouts()
     assert batch.fingerprints is not None

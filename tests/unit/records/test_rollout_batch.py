@@ -126,7 +126,7 @@ def responses(draw: st.DrawFn) -> list[Part | Answer]:
             made.append(answer(ids))
             continue
         values = np.arange(counts.sum()) + draw(st.integers(0, 9))
-        dtypes = {"kept": "int32", "experts": "uint8"}
+        dtypes = {"support": "int32", "experts": "uint8"}
         recorded = draw(st.sets(st.sampled_from(sorted(dtypes))))
         columns = {name: RaggedColumn.from_counts(counts, values.astype(dtypes[name])) for name in recorded}
         made.append(replace(part(ids, 3), columns=columns))
@@ -150,7 +150,7 @@ def test_fingerprints_of_samples_are_those_of_the_batch_that_they_become(
         ("TokenBatch", "responses", lambda responses: responses.roll(1, dims=1)),
         ("TokenBatch", "responses", lambda responses: responses.flip(0)),
         ("TokenBatch", "prompts", lambda prompts: prompts.flip(0)),
-        ("TokenBatch", "kept_counts", lambda counts: counts.roll(1, dims=1)),
+        ("TokenBatch", "support_counts", lambda counts: counts.roll(1, dims=1)),
         ("RolloutBatch", "response_mask", lambda mask: mask.roll(1, dims=1)),
         ("RolloutBatch", "response_mask", torch.ones_like),
     ],
@@ -165,7 +165,7 @@ def test_a_batch_that_is_built_wrongly_is_not_trained_on(
 
     monkeypatch.setattr(rollout_batch, record, make_spoilt)
     column = RaggedColumn.from_counts(np.array([1, 2]), np.array([7, 2, 3]))
-    recorded = replace(part([7, 2], 4), columns={"kept": column})
+    recorded = replace(part([7, 2], 4), columns={"support": column})
     batch = build(Sample(0, [recorded, answer([8])]), Sample(1, [part([7, 3], 4), answer([9, 8])]))
     assert batch.fingerprints is not None
     with pytest.raises(TokensChangedError):

@@ -38,7 +38,7 @@ class ResponseOrder:
         """Move rewards to the left like ``pack``, crediting one outside the mask to the response token before
         it.
 
-        All finite rewards are kept unless the row has no response token; NaN and infinities outside the mask
+        All finite rewards count unless the row has no response token; NaN and infinities outside the mask
         are dropped.
         """
         return self._scatter(zero_nonfinite_outside(rewards, self.mask))

@@ -150,7 +150,7 @@ WEIGHTS_NEVER_ARRIVE = Cause(
     "the gap is linear in all that was learned",
     (
         "The gap grows with all that the policy has learned, from {first:.4f} to {last:.4f} nats: "
-        "{slope:.2f} for each nat of movement, r² {r:.2f}. The engine has kept the weights it started with"
+        "{slope:.2f} for each nat of movement, r² {r:.2f}. The engine still has the weights it started with"
     ),
     (
         "Compare a tensor of the engine with the trainer's after a sync; verl_rc's canary compares log-probs "
@@ -195,7 +195,7 @@ MISSED_UPDATE = Cause(
         "weights"
     ),
     (
-        "verl-rc diagnose RUN --replay R3 says with which, where checkpoints were kept; look at the log for "
+        "verl-rc diagnose RUN --replay R3 says with which, where checkpoints were saved; look at the log for "
         "what delayed or skipped a weight update."
     ),
     evidence="run",

@@ -24,7 +24,7 @@ SIGNATURE_METRICS = tuple(
 def cause_of(step: Step, mirrors_filter: bool = False) -> SignatureCause | None:
     """The first cause whose rule holds; None if none does. A rule whose metrics are absent does not hold.
 
-    ``mirrors_filter``: the trainer scores tokens over the sets that the engine's filter has kept, so no cause
+    ``mirrors_filter``: the trainer scores tokens over the supports that the engine's filter left, so no cause
     that blames the filter holds.
     """
     for cause in SIGNATURE_CAUSES:
@@ -54,7 +54,7 @@ def signature_statement(
     evidence = {name: statistics.median(step[name] for step in step_evidence) for name in cause.needs}
     evidence["temperature"] = temperature
     if "missing_mass" in evidence:
-        evidence["kept"] = 1 - evidence["missing_mass"]
+        evidence["held"] = 1 - evidence["missing_mass"]
         # The sentence says on which side of 1 the mean ratio is.
         evidence["z"] = abs(evidence["missing_mass_z"])
     if "temperature_slope" in evidence:  # 1 - T / T', T' the other temperature

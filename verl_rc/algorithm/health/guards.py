@@ -128,7 +128,7 @@ class RewardHistory:
     """The best mean over a window. None if no window was full yet."""
 
     def with_scores(self, scores: Tensor, window: int) -> "RewardHistory":
-        """Add the scores ``[B]`` of a step; the last ``window`` steps are kept
+        """Add the scores ``[B]`` of a step; the last ``window`` steps stay
         (``trainer.alerts.reward_window``)."""
         values = scores.double()
         total, squares = torch.stack([values.sum(), values.square().sum()]).tolist()

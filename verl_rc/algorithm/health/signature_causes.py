@@ -38,7 +38,7 @@ class SignatureCause(Cause):
     substitutes: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Metrics that are read where the step lacks one of ``needs``, by the name of that one."""
     blames_filter: bool = False
-    """Whether it says that a filter is not mirrored. A trainer that has the engine's kept sets mirrors it."""
+    """Whether it says that a filter is not mirrored. A trainer that has the engine's supports mirrors it."""
     holds: Callable[[Step], bool]
     """The rule; in ``condition`` z is missing_mass_z, R² temperature_r2."""
 
@@ -107,7 +107,7 @@ FILTER = SignatureCause(
         f"{BOUNDS.concentration:g}"
     ),
     (
-        "The engine samples from fewer tokens than the trainer counts: they hold {kept:.1%} of its "
+        "The engine samples from fewer tokens than the trainer counts: they hold {held:.1%} of its "
         "probability, z {z:.0f}"
     ),
     (f"Drop the filter (top_p, top_k, min_p), or mirror it in the trainer. {NO_CORRECTION}"),
@@ -126,7 +126,7 @@ OTHER_TOKENS = SignatureCause(
     "not the sampled tokens, or not their log-probs",
     (f"{_MISALIGNED}, else"),
     (
-        "The log-probs do not belong to the sampled tokens: the mean ratio is {kept:.4f} instead of 1, z "
+        "The log-probs do not belong to the sampled tokens: the mean ratio is {held:.4f} instead of 1, z "
         "{z:.0f}"
     ),
     (
@@ -140,7 +140,7 @@ FILTER_OR_RAW = SignatureCause(
     5,
     "sampling filter, banned token or raw log-probs",
     f"{_MISSING}, without R²",
-    "The tokens were not drawn from what the engine reports: the mean ratio is {kept:.4f} instead of 1, z "
+    "The tokens were not drawn from what the engine reports: the mean ratio is {held:.4f} instead of 1, z "
     "{z:.0f}",
     (
         "Run ten steps without filters and with the log-probs of the distribution that is sampled (verl: "
@@ -241,7 +241,7 @@ SIGNATURE_CAUSES = (
             "without entropies"
         ),
         (
-            "The engine samples from fewer tokens than the trainer counts: they hold {kept:.1%} of its "
+            "The engine samples from fewer tokens than the trainer counts: they hold {held:.1%} of its "
             "probability, z {z:.0f}; tokens behind the same prefix lack the same share"
         ),
         (

@@ -34,8 +34,8 @@ def batch_metrics(inputs: StepInputs, max_response_length: int, max_prompt_lengt
     values = _mean_max_min(columns)
     values["response_length/clip_ratio"] = (lengths >= max_response_length).double().mean()
     values["prompt_length/clip_ratio"] = (prompts >= max_prompt_length).double().mean()
-    if rollouts.tokens.kept_counts is not None:
-        values["kept_set/unrecorded_ratio"] = (rollouts.tokens.kept_counts[mask] == 0).double().mean()
+    if rollouts.tokens.support_counts is not None:
+        values["support/unrecorded_ratio"] = (rollouts.tokens.support_counts[mask] == 0).double().mean()
     if rollouts.tokens.experts_counts is not None:
         values["rollout/routed_fraction"] = (rollouts.tokens.experts_counts[mask] > 0).double().mean()
     values["perf/total_num_tokens"] = rollouts.tokens.sequence_lengths.sum().double()

@@ -12,7 +12,7 @@ from verl_rc.config.run import RunConfig
 from verl_rc.insight.diagnosis import Diagnosis, DiagnosisRequest, diagnosis_of
 from verl_rc.insight.replay.rows import NothingToReplayError, RecordedRows, read_rows, select_records
 from verl_rc.insight.replay.trainer import TrainerReplay
-from verl_rc.insight.replay.weights import KeptWeights, config_of
+from verl_rc.insight.replay.weights import SavedWeights, config_of
 from verl_rc.insight.run_folder import DIAGNOSIS, ReplayedRecord, read_replays, read_run
 from verl_rc.insight.verdict.replays import merged, with_replays
 from verl_rc.metrics.bounds import PLAUSIBLE_NOISE
@@ -35,9 +35,10 @@ def diagnose_with_replays(request: DiagnosisRequest) -> Diagnosis:
     config = config_of(request.folder, request.trust_remote_code)
     rows = read_rows(request.folder, request.rows, request.first_step, request.last_step)
     with tempfile.TemporaryDirectory() as scratch:
-        kept = KeptWeights(config, request.folder, Path(scratch))
+        saved = SavedWeights(config, request.folder, Path(scratch))
         replayed = [
-            _replay(one, config, kept, "R3" in request.replays) for one in select_records(rows, kept.versions)
+            _replay(one, config, saved, "R3" in request.replays)
+            for one in select_records(rows, saved.versions)
         ]
 
     def diagnosis(records: Sequence[ReplayedRecord]) -> Diagnosis:
@@ -67,15 +68,17 @@ def _records_of_the_run(folder: Path) -> list[ReplayedRecord]:
     return [record for record in earlier if record_times.get(record.step, math.inf) <= diagnosis_time]
 
 
-def _replay(rows: RecordedRows, config: RunConfig, kept: KeptWeights, every_version: bool) -> ReplayedRecord:
+def _replay(
+    rows: RecordedRows, config: RunConfig, saved: SavedWeights, every_version: bool
+) -> ReplayedRecord:
     """R0 of a record; with ``every_version`` R3, too."""
-    model = TrainerReplay(config, kept.folder(rows.trainer_version))
+    model = TrainerReplay(config, saved.folder(rows.trainer_version))
     clean = model.score(rows.tokens)
     first, second = (model.score_as_trained(rows.tokens) for _ in range(2))
     versions = {}
-    for version in [version for version in kept.versions if every_version and version <= rows.version]:
+    for version in [version for version in saved.versions if every_version and version <= rows.version]:
         is_here = version == rows.trainer_version
-        scores = clean if is_here else TrainerReplay(config, kept.folder(version)).score(rows.tokens)
+        scores = clean if is_here else TrainerReplay(config, saved.folder(version)).score(rows.tokens)
         versions[version] = rows.rms(scores, rows.rollout)
     precision = torch_name(config.actor_rollout_ref.actor.fsdp_config.dtype)
     return ReplayedRecord(

@@ -78,14 +78,14 @@ def read_rows(folder: Path, most_rows: int, first_step: int, last_step: int) -> 
         raise NothingToReplayError(
             f"{folder} must have token records with ids of prompts and responses, and one conversation a "
             "row: trainer.token_records.enable=True and trainer.token_records.contents=full write them. "
-            "Records of a run with top_p, top_k, min_p or router replay are left out: they hold neither sets "
-            "of kept tokens nor experts."
+            "Records of a run with top_p, top_k, min_p or router replay are left out: they hold neither "
+            "supports nor experts."
         )
     return records
 
 
 def _needs_engine_choices(record: TokenRecord) -> bool:
-    """Whether the trainer's log-probs depend on choices of the engine: sets of kept tokens, or experts."""
+    """Whether the trainer's log-probs depend on choices of the engine: supports of its filter, or experts."""
     facts = record.facts
     top_p, top_k, min_p = (facts.get(name) or 0 for name in ("top_p", "top_k", "min_p"))
     return 0 < top_p < 1 or top_k > 0 or min_p > 0 or bool(facts.get("router_replay"))
@@ -130,11 +130,11 @@ def recorded_rows(record: TokenRecord, most_rows: int) -> RecordedRows:
 
 
 def select_records(
-    rows: Sequence[RecordedRows], kept_versions: Sequence[int], most: int = 4
+    rows: Sequence[RecordedRows], saved_versions: Sequence[int], most: int = 4
 ) -> list[RecordedRows]:
     """At most ``most`` records whose weights are on the disk: the first, the newest, and those with the
     largest gaps."""
-    usable = [record for record in rows if {record.version, record.trainer_version} <= set(kept_versions)]
+    usable = [record for record in rows if {record.version, record.trainer_version} <= set(saved_versions)]
     by_gap = sorted(usable, key=lambda record: record.gap, reverse=True)
     by_priority = [*usable[:1], *usable[-1:], *by_gap]
     steps = list(dict.fromkeys(record.step for record in by_priority))[:most]

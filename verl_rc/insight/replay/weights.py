@@ -1,4 +1,4 @@
-"""The weights that a run kept, each as a model folder that trainer and engine can load."""
+"""The weights that a run saved, each as a model folder that trainer and engine can load."""
 
 from pathlib import Path
 
@@ -26,14 +26,14 @@ def config_of(folder: Path, trust_remote_code: bool = False) -> RunConfig:
     return config
 
 
-class KeptWeights:
+class SavedWeights:
     """Weights by version: 0 is the model that the run began with, n what the checkpoint of step n holds."""
 
     def __init__(self, config: RunConfig, folder: Path, scratch: Path) -> None:
         """``scratch``: a folder for exported checkpoints, as large as a model each."""
         steps = {
             int(path.name.rpartition("_")[2]): path
-            for path in CheckpointStore(folder, keep=None).newest_first()
+            for path in CheckpointStore(folder, most=None).newest_first()
         }
         self._checkpoints, self._scratch = steps, scratch
         self._trusts_code = config.actor_rollout_ref.model.trust_remote_code
@@ -41,7 +41,7 @@ class KeptWeights:
 
     @property
     def versions(self) -> list[int]:
-        """All that are kept, ascending."""
+        """All saved versions, ascending."""
         return sorted({0, *self._checkpoints})
 
     def folder(self, version: int) -> str:

@@ -8,8 +8,8 @@ from verl_rc.insight.verdict.estimates import mapped
 
 K1, K3, CHI2 = "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/chi2_token"
 GAP = "sync/rollout_gap_mean"
-KEPT_SETS = "kept_set/unrecorded_ratio"
-"""The metric of runs whose trainer scores tokens over the sets that the engine's filter has kept."""
+SUPPORTS = "support/unrecorded_ratio"
+"""The metric of runs whose trainer scores tokens over the supports of the engine's filter."""
 
 
 def token_count(run: RunData) -> Series:

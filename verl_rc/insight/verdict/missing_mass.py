@@ -9,7 +9,7 @@ from verl_rc.algorithm.health.statement import Statement, literal
 from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.run_folder.foreign import rejects
 from verl_rc.insight.verdict.estimates import confirm
-from verl_rc.insight.verdict.gap_series import K1, K3, KEPT_SETS, z_of_mean_ratio
+from verl_rc.insight.verdict.gap_series import K1, K3, SUPPORTS, z_of_mean_ratio
 from verl_rc.metrics.bounds import BOUNDS
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -36,7 +36,7 @@ def judge_missing_mass(run: RunData) -> list[Statement]:
             f"{side if math.isnan(evidence['ratio']) else '{ratio:.4f} instead of 1'}"
             ", z {z:.0f} ({count:.0f} of {steps:.0f} steps)"
         )
-        if sign < 0 and not run.has(KEPT_SETS):
+        if sign < 0 and not run.has(SUPPORTS):
             return [_below_one(run, evidence, sentence, beyond.steps)]
         return [
             cause_statement(RAW_OR_OTHER_TOKENS, evidence, sentence, confidence="likely", steps=beyond.steps)
@@ -52,13 +52,13 @@ def _mean_ratio(run: RunData, first: int, last: int) -> float:
 
 def _below_one(run: RunData, evidence: dict[str, float], sentence: str, steps: tuple[int, int]) -> Statement:
     filters = _filters(run)
-    evidence["kept"] = evidence["ratio"]
+    evidence["held"] = evidence["ratio"]
     has_ratio = not math.isnan(evidence["ratio"])
     if filters:
         sentence += f"; {literal(' '.join(filters))} is not mirrored by the trainer"
-        sentence += ": it keeps {kept:.1%} of the mass" if has_ratio else ""
+        sentence += ": it leaves {held:.1%} of the mass" if has_ratio else ""
     elif has_ratio:
-        sentence += ". A sampling filter that the trainer does not mirror would keep {kept:.1%} of the mass"
+        sentence += ". A sampling filter that the trainer does not mirror would leave {held:.1%} of the mass"
     return cause_statement(
         FILTER if filters else FILTER_OR_RAW,
         evidence,

@@ -15,7 +15,7 @@ from verl_rc.algorithm.health.signature_causes import SIGNATURE_CAUSES, TEMPERAT
 from verl_rc.algorithm.health.statement import Statement
 from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.verdict.estimates import FEWEST_FOR_TREND, LINEAR, confirm, fit_line
-from verl_rc.insight.verdict.gap_series import KEPT_SETS
+from verl_rc.insight.verdict.gap_series import SUPPORTS
 from verl_rc.metrics.bounds import BOUNDS
 
 _TEMPERATURE = "actor_rollout_ref.rollout.temperature"
@@ -57,7 +57,7 @@ def has_signatures(run: RunData) -> bool:
 def signature_causes(run: RunData) -> list[Statement]:
     """The causes of ``health.causes`` that held in two neighbouring steps."""
     steps, metrics = run.get(f"{PREFIX}missing_mass").steps, _by_step(run)
-    mirrors = run.has(KEPT_SETS)
+    mirrors = run.has(SUPPORTS)
     causes, statements = [cause_of(step_metrics, mirrors) for step_metrics in metrics], []
     facts = {} if run.tokens is None else run.tokens.facts
     temperatures = (run.settings.get(_TEMPERATURE), facts.get("temperature"))

@@ -47,9 +47,9 @@ _LENGTHS = (
         "processes of environment.hosts lost, and replaced, since the step before",
     ),
     MetricSpec(
-        "kept_set/unrecorded_ratio",
+        "support/unrecorded_ratio",
         "1",
-        "response tokens for which the sampling filter kept more than max_kept_tokens / response tokens",
+        "response tokens for which the sampling filter left more than max_kept_tokens / response tokens",
         (0, 0.01),
     ),
     MetricSpec(

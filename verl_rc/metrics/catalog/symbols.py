@@ -6,7 +6,7 @@ SYMBOLS = {
     "sequence": "a prompt with one response; under rollout_corr/: one that has such a token",
     "update": "one optimizer update: of one mini-batch in one epoch",
     "age": "step − 1 − policy version that sampled the token",
-    "entropy": "with top_p, top_k or min_p: of the distribution over the kept tokens, as are KL estimates",
+    "entropy": "with top_p, top_k or min_p: of the distribution over their support, as are KL estimates",
     "l": "train log-prob − rollout log-prob of a token, nats; ρ = exp(l)",
     "L": "Σ l over the tokens of a sequence; m = L / their number",
     "v": "raw importance weight, before rollout_is_threshold; w = the applied weight, after the threshold "

@@ -113,7 +113,7 @@ class WandbSink(ExperimentSink):
         self._run.log(dict(metrics), step=step)
         for name, value in metrics.items():
             if name.startswith(_HEADLINE_PREFIX):
-                self._keep_best(name.removeprefix(_HEADLINE_PREFIX), value, step)
+                self._record_best(name.removeprefix(_HEADLINE_PREFIX), value, step)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], step: int) -> None:
         """Log a ``wandb.Table``."""
@@ -150,7 +150,7 @@ class WandbSink(ExperimentSink):
         """Finish the run without saying how it ended."""
         self._run.finish()
 
-    def _keep_best(self, name: str, value: float, step: int) -> None:
+    def _record_best(self, name: str, value: float, step: int) -> None:
         """Update the best values in the summary; an online resumed run continues from the best so far, the
         first of ties wins."""
         best = self._run.summary.get(f"{_BEST_PREFIX}{name}")

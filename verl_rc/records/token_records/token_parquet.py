@@ -216,11 +216,11 @@ def set_aside_later(folder: Path, steps_done: int) -> None:
             path.replace(path.with_name(f"{path.stem}.{_REPLACED}.parquet"))
 
 
-def thin_out(folder: Path, max_bytes: int, max_files: int, keeps: Sequence[str]) -> int:
+def thin_out(folder: Path, max_bytes: int, max_files: int, lasting: Sequence[str]) -> int:
     """Remove files until the folder fits; returns their number.
 
     First files that a resumed run has replaced; then every second record, from the second oldest on, of those
-    whose ``why`` is not in ``keeps``; last the records whose ``why`` is. The newest record stays.
+    whose ``why`` is not in ``lasting``; last the records whose ``why`` is. The newest record stays.
     """
     sizes = {path: path.stat().st_size for path in folder.glob("*.parquet")}
     num_files, total = len(sizes), sum(sizes.values())
@@ -228,7 +228,7 @@ def thin_out(folder: Path, max_bytes: int, max_files: int, keeps: Sequence[str])
     def fits() -> bool:
         return total <= max_bytes and len(sizes) <= max_files
 
-    for path in _in_order_of_removal(folder, sizes, keeps) if not fits() else ():
+    for path in _in_order_of_removal(folder, sizes, lasting) if not fits() else ():
         path.unlink(missing_ok=True)
         total -= sizes.pop(path)
         if fits():
@@ -236,10 +236,10 @@ def thin_out(folder: Path, max_bytes: int, max_files: int, keeps: Sequence[str])
     return num_files - len(sizes)
 
 
-def _in_order_of_removal(folder: Path, sizes: Mapping[Path, int], keeps: Sequence[str]) -> Iterator[Path]:
+def _in_order_of_removal(folder: Path, sizes: Mapping[Path, int], lasting: Sequence[str]) -> Iterator[Path]:
     records = [path for _, path in record_files(folder)]
     yield from sorted(set(sizes) - set(records))
-    is_last_resort = {path: _why(path) in keeps for path in records[:-1]}
+    is_last_resort = {path: _why(path) in lasting for path in records[:-1]}
     for last_resort in (False, True):
         remaining = [path for path in records[:-1] if is_last_resort[path] is last_resort]
         while remaining:

@@ -55,11 +55,11 @@ class CheckpointStore:
     checkpoint reaches steps whose folders exist already.
     """
 
-    def __init__(self, run_folder: Path, keep: int | None) -> None:
-        """``keep``: number of newest checkpoints that are kept (``trainer.max_actor_ckpt_to_keep``). None
-        means all."""
+    def __init__(self, run_folder: Path, most: int | None) -> None:
+        """``most``: number of newest checkpoints that stay on the disk (``trainer.max_actor_ckpt_to_keep``).
+        None means all."""
         self.run_folder = run_folder
-        self._keep = keep
+        self._most = most
         self.begun: int | None = None
         """Step of the checkpoint in progress, begun but not committed; None without one."""
         self._claim: FolderClaim | None = None
@@ -193,9 +193,9 @@ class CheckpointStore:
     def _delete_old(self) -> None:
         """Delete old checkpoints; each is renamed first, because a half-deleted folder must not look like a
         checkpoint."""
-        if self._keep is None:
+        if self._most is None:
             return
-        for folder in self.newest_first()[self._keep :]:
+        for folder in self.newest_first()[self._most :]:
             doomed = folder.with_name(f"{folder.name}{_DELETED}")
             os.rename(folder, doomed)
             shutil.rmtree(doomed, ignore_errors=True)

@@ -59,15 +59,15 @@ def exact_scores(
     token_ids: Tensor,
     options: ScoreOptions,
     bias: Tensor | None = None,
-    kept_ids: Tensor | None = None,
+    support_ids: Tensor | None = None,
     candidate_ids: Tensor | None = None,
 ) -> HiddenStateScores:
     """See ``scores_from_hidden_states``; log-probs are a log-softmax of all logits, as in vLLM's sampler.
 
-    ``kept_ids`` and ``candidate_ids`` must be None: exact mode refuses sampling filters, and losses that read
-    the log-probs of other tokens.
+    ``support_ids`` and ``candidate_ids`` must be None: exact mode refuses sampling filters, and losses that
+    read the log-probs of other tokens.
     """
-    assert kept_ids is candidate_ids is None
+    assert support_ids is candidate_ids is None
     kernels = device_module("kernels")
     scores = scores_from_hidden_states(hidden, weight, token_ids, options, bias)
     log_probs = torch.empty_like(scores.log_probs)

@@ -54,7 +54,7 @@ class SamplingOptions:
             stop_token_ids,
             rollout.ignore_eos,
             rollout.min_p,
-            rollout.largest_kept_set,
+            rollout.largest_support,
             rollout.enable_rollout_routing_replay,
         )
 

@@ -53,7 +53,7 @@ class Sampler(Protocol):
         ``begin`` follows."""
 
     def cut(self, keys: Sequence[int]) -> None:
-        """Take running samples out of the batch; their tokens are kept for ``begin``."""
+        """Take running samples out of the batch; their tokens stay for ``begin``."""
 
     def drop(self, keys: Sequence[int]) -> None:
         """Forget samples, whether they run or were cut."""

@@ -116,7 +116,7 @@ class WeightSender:
         self._lent: SharedBucket | None = None
         self._memory: Tensor | None = None
         """Memory of a GPU in which buckets are lent."""
-        self._keeps_memory = False
+        self._holds_memory = False
         self._digests: dict[str, int] = {}
         self.manifest = Manifest(
             tuple(TensorSpec(name, wire_dtype, shape) for name, shape in weights.shapes().items())
@@ -189,11 +189,11 @@ class WeightSender:
         """Free the last bucket, after a complete or an ``interrupted`` update. The receipt lists the offered
         tensors.
 
-        An engine that died in an update never unmaps the bucket: its memory is kept for all later updates.
+        An engine that died in an update never unmaps the bucket: its memory serves all later updates.
         """
         self._release_bucket()
-        self._keeps_memory = self._keeps_memory or interrupted
-        if not self._keeps_memory:
+        self._holds_memory = self._holds_memory or interrupted
+        if not self._holds_memory:
             self._memory = None
         return SendReceipt(dict(self._digests))
 

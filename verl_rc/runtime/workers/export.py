@@ -150,7 +150,7 @@ def _load_saved_run(checkpoint: Path) -> SavedRun:
     try:
         return SavedRun.load(checkpoint)
     except CheckpointError as error:
-        inside = CheckpointStore(checkpoint, keep=None).newest_first()
+        inside = CheckpointStore(checkpoint, most=None).newest_first()
         if inside:
             raise ExportError(
                 f"a checkpoint is a folder global_step_N; the newest in {checkpoint} is {inside[0]}."

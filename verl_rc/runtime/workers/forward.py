@@ -84,7 +84,7 @@ def score_tokens(
     """Log-probs of the response tokens under a language model; the hidden state at a position predicts the
     next token.
 
-    Where ``tokens`` have kept sets, a distribution is over the kept tokens alone. Where they have experts and
+    Where ``tokens`` have supports, each distribution is over its support alone. Where they have experts and
     ``options`` have a replay, tokens take these experts. Log-probs of ``candidate_ids`` (integers ``[B, R,
     C]``) and of the ``top_tokens`` most likely tokens are computed too.
     """
@@ -98,12 +98,12 @@ def score_tokens(
     score_options = ScoreOptions(
         options.temperature, with_entropy, options.entropy_gradient, with_sum_pi_squared, top_tokens
     )
-    kept_ids = _kept_ids(tokens, packed.is_response)
+    support_ids = _support_ids(tokens, packed.is_response)
     predicted = PredictedTokens(
         predictors.positions,
         predictors.select(targets),
         score_options,
-        None if kept_ids is None else predictors.select(kept_ids),
+        None if support_ids is None else predictors.select(support_ids),
         None if candidate_ids is None else predictors.select(candidate_ids[packed.is_response].long()),
     )
     outputs: dict[str, Tensor | None] = model(predicted=predicted, **inputs)._asdict()
@@ -116,14 +116,14 @@ def score_tokens(
     return TokenScores(**grids)
 
 
-def _kept_ids(tokens: TokenBatch, is_response: Tensor) -> Tensor | None:
-    """int64 ``[K, W]``: the kept tokens at each of K response tokens, padded with -1. None: no filter."""
-    if tokens.kept_counts is None:
+def _support_ids(tokens: TokenBatch, is_response: Tensor) -> Tensor | None:
+    """int64 ``[K, W]``: the support of each of K response tokens, padded with -1. None: no filter."""
+    if tokens.support_counts is None:
         return None
-    assert tokens.kept_ids is not None
-    counts = tokens.kept_counts[is_response]
+    assert tokens.support_ids is not None
+    counts = tokens.support_counts[is_response]
     sets = positions_mask(counts, max(1, int(counts.max()))) if len(counts) else is_response[:0]
-    ids = torch.cat(real_rows(tokens.kept_ids, tokens.kept_counts.sum(-1)))
+    ids = torch.cat(real_rows(tokens.support_ids, tokens.support_counts.sum(-1)))
     return torch.full_like(sets, -1, dtype=torch.int64).masked_scatter(sets, ids.long())
 
 

@@ -20,7 +20,7 @@ class PredictedTokens:
     token_ids: Tensor
     """int64 ``[K]``."""
     options: ScoreOptions
-    kept_ids: Tensor | None = None
+    support_ids: Tensor | None = None
     """See ``scores_from_hidden_states``."""
     candidate_ids: Tensor | None = None
     """See ``scores_from_hidden_states``."""
@@ -56,7 +56,7 @@ def add_scoring(
             predicted.token_ids,
             replace(options, temperature=options.temperature / factor),
             head.bias,
-            predicted.kept_ids,
+            predicted.support_ids,
             predicted.candidate_ids,
         )
 

@@ -106,10 +106,10 @@ def start_ray(config: RayInitConfig, processes: int) -> None:
         options["runtime_env"] = runtime_env
     # "local": without an address Ray would follow RAY_ADDRESS, or its file of the last cluster.
     here = {"address": "local", "include_dashboard": False, "log_to_driver": False}
-    _start_here({**here, "_temp_dir": _keep_others_out(), **options})
+    _start_here({**here, "_temp_dir": _private_folder(), **options})
 
 
-def _keep_others_out() -> str:
+def _private_folder() -> str:
     """Make Ray ask for a token of this run, unless the user has set RAY_AUTH_MODE, and keep its sockets and
     logs where no other user can go; returns the folder for them.
 

@@ -117,7 +117,7 @@ def test_every_row_is_named_where_it_is_planted(row: int) -> None:
 
 
 @pytest.mark.parametrize("changed", [HEALTHY | FILTER, NO_ENTROPIES | FILTER | EVEN, NO_ENTROPIES | FILTER])
-def test_no_filter_is_blamed_where_the_trainer_has_the_kept_sets(changed: dict[str, float]) -> None:
+def test_no_filter_is_blamed_where_the_trainer_has_the_supports(changed: dict[str, float]) -> None:
     """Of such a run the fault lies elsewhere, and stays one."""
     blamed, found = cause_of(changed), cause_of(changed, mirrors_filter=True)
     assert blamed is not None

@@ -342,8 +342,8 @@ def test_a_token_from_a_set_that_is_not_recorded_is_compared_with_nothing() -> N
     """Whatever the engine reported of it: statistics and weights of its row are the same."""
     config = RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce", rollout_is="sequence")
     batch, results = make_train_batch([7, 2, 5]), []
-    batch.tokens.kept_counts = torch.where(batch.response_mask, 2, 0)
-    batch.tokens.kept_counts[0, 1] = 0
+    batch.tokens.support_counts = torch.where(batch.response_mask, 2, 0)
+    batch.tokens.support_counts[0, 1] = 0
     log_probs = batch.rollout_log_probs + 0.1
     for reported in (-1.0, -9.0):
         batch.rollout_log_probs[0, 1] = reported

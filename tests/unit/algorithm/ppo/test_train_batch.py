@@ -102,9 +102,9 @@ def test_a_rejected_row_in_its_groups_baseline(baseline: str, other_advantage: f
 @pytest.mark.parametrize("bypass", [False, True])
 def test_a_token_from_a_set_that_is_not_recorded_leaves_the_loss_and_nothing_else(bypass: bool) -> None:
     rollouts, evaluations = make_rollouts()
-    rollouts.tokens.kept_counts = torch.where(rollouts.response_mask, 2, 0)
-    rollouts.tokens.kept_counts[0, 1] = 0
-    rollouts.tokens.kept_ids = torch.zeros(4, 6, dtype=torch.int32)
+    rollouts.tokens.support_counts = torch.where(rollouts.response_mask, 2, 0)
+    rollouts.tokens.support_counts[0, 1] = 0
+    rollouts.tokens.support_ids = torch.zeros(4, 6, dtype=torch.int32)
     batch = run_step(rollouts, evaluations, algorithm(bypass_mode=bypass)).batch
     expected = rollouts.response_mask.clone()
     expected[0, 1] = False
@@ -118,9 +118,9 @@ def test_a_token_from_a_set_that_is_not_recorded_is_compared_with_nothing() -> N
     found = []
     for log_ratio in (0.0, -4.0):
         rollouts, evaluations = make_rollouts(log_ratio_of_last_token=log_ratio)
-        rollouts.tokens.kept_counts = torch.where(rollouts.response_mask, 2, 0)
-        rollouts.tokens.kept_counts[0, 2] = 0
-        rollouts.tokens.kept_ids = torch.zeros(4, 6, dtype=torch.int32)
+        rollouts.tokens.support_counts = torch.where(rollouts.response_mask, 2, 0)
+        rollouts.tokens.support_counts[0, 2] = 0
+        rollouts.tokens.support_ids = torch.zeros(4, 6, dtype=torch.int32)
         step = run_step(rollouts, evaluations, algorithm(rollout_is="sequence"))
         assert step.correction is not None
         found.append((step.batch.rollout_is_weights, step.correction.metrics()))

@@ -98,7 +98,7 @@ def test_a_checkpoint_beside_the_model_that_it_began_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = write_tiny_model(tmp_path / "base")
-    store = CheckpointStore(tmp_path / "run", keep=None)
+    store = CheckpointStore(tmp_path / "run", most=None)
     write_checkpoint(small_run_config(base), store.begin(STEP))
     store.seal(STEP)
     store.commit(STEP)

@@ -43,7 +43,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The model that a run began with, a checkpoint of its step 3, and that as a model folder."""
     place = tmp_path_factory.mktemp("kept")
     base = write_tiny_model(place / "base")
-    store = CheckpointStore(place / "run", keep=None)
+    store = CheckpointStore(place / "run", most=None)
     write_checkpoint(small_run_config(base), store.begin(STEP))
     store.seal(STEP)
     store.commit(STEP)
@@ -180,5 +180,5 @@ def test_records_of_log_probs_that_are_given_the_engine_s_choices_are_not_replay
     for _, path in record_files(folder / "tokens"):
         record = read_record(path)
         write_record(path.parent, replace(record, facts={**record.facts, **facts}))
-    with pytest.raises(NothingToReplayError, match="neither sets of kept tokens nor experts"):
+    with pytest.raises(NothingToReplayError, match="neither supports nor experts"):
         diagnose_with_replays(DiagnosisRequest(folder, ("R0",)))

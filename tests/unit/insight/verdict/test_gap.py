@@ -1,7 +1,7 @@
 """Each row of the decision table that metrics can speak to: the cause where it is planted, silence beside its
 bound.
 
-Expected numbers are worked out from the table's definitions: mean ratio = 1 - k1 + k3, gap = sqrt(k3), kept
+Expected numbers are worked out from the table's definitions: mean ratio = 1 - k1 + k3, gap = sqrt(k3), held
 mass = mean ratio.
 """
 
@@ -103,14 +103,14 @@ def test_row_5_a_sampling_filter_of_the_configuration_is_named_with_the_mass_it_
         "named",
         5,
     )
-    assert found.evidence["kept"] == pytest.approx(0.962)
+    assert found.evidence["held"] == pytest.approx(0.962)
     assert "96.2%" in found.text
     assert "top_p=0.95" in found.text
     assert "actor_rollout_ref.rollout.top_p=1.0" in found.overrides
 
 
-def test_a_filter_whose_kept_sets_the_trainer_has_is_not_what_is_missing():
-    metrics = with_mean_ratio(0.962) | {"kept_set/unrecorded_ratio": [0.0] * STEPS}
+def test_a_filter_whose_supports_the_trainer_has_is_not_what_is_missing():
+    metrics = with_mean_ratio(0.962) | {"support/unrecorded_ratio": [0.0] * STEPS}
     found = only(judge_gap(planted(metrics, {"actor_rollout_ref.rollout.top_p": 0.95})))
     assert (found.cause, found.row) == ("raw log-probs, or not those of the sampled tokens", 7)
     assert "0.9620 instead of 1" in found.text

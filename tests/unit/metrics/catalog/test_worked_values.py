@@ -333,7 +333,7 @@ def lengths_scores_advantages():
     rollouts = rollout_batch(num_turns=torch.tensor([2, 4, 6]), tool_calls=torch.tensor([0, 1, 5]))
     sizes = torch.tensor([[3, 1, 1], [0, 6, 0], [1, 0, 0]])
     rollouts.tokens = TOKENS.clone()
-    rollouts.tokens.kept_counts, rollouts.tokens.kept_ids = sizes, torch.zeros(3, 6, dtype=torch.int32)
+    rollouts.tokens.support_counts, rollouts.tokens.support_ids = sizes, torch.zeros(3, 6, dtype=torch.int32)
     rollouts.tokens.experts_counts = torch.tensor([[4, 4, 0], [4, 4, 0], [0, 0, 0]])
     scored = ScoredBatch(rollouts, torch.tensor([1.0, 0.0, 5.0]))
     evaluations = PolicyEvaluations(batch_size=[3])
@@ -357,7 +357,7 @@ def lengths_scores_advantages():
     shares = {"response_length/clip_ratio": 1 / 3, "prompt_length/clip_ratio": 1 / 3}
     further = {
         "perf/total_num_tokens": 12,
-        "kept_set/unrecorded_ratio": 1 / 6,
+        "support/unrecorded_ratio": 1 / 6,
         "rollout/routed_fraction": 4 / 6,
     }
     return found, {**expected, **shares, **further}

@@ -62,17 +62,17 @@ def test_commit_without_begin(tmp_path: Path) -> None:
 
 
 def test_keep_counts_what_is_on_disk_also_after_a_resume(tmp_path: Path) -> None:
-    first = CheckpointStore(tmp_path, keep=2)
+    first = CheckpointStore(tmp_path, most=2)
     for step in (1, 2, 3):
         write(first, step)
     assert names(tmp_path) == ["global_step_2", "global_step_3", LATEST_FILE]
-    write(CheckpointStore(tmp_path, keep=2), 4)
+    write(CheckpointStore(tmp_path, most=2), 4)
     assert names(tmp_path) == ["global_step_3", "global_step_4", LATEST_FILE]
 
 
 def test_a_checkpoint_of_an_older_run_is_never_newer(tmp_path: Path) -> None:
     write(CheckpointStore(tmp_path, None), 100)
-    anew = CheckpointStore(tmp_path, keep=1)
+    anew = CheckpointStore(tmp_path, most=1)
     write(anew, 5)
     assert [path.name for path in anew.newest_first()] == ["global_step_5"]
 
@@ -107,7 +107,7 @@ def test_a_crash_at_any_call_leaves_a_complete_checkpoint(tmp_path: Path, step: 
         pass
 
     def commit_until(call_number: int, folder: Path) -> bool:
-        store = CheckpointStore(folder, keep=1)
+        store = CheckpointStore(folder, most=1)
         for old in (1, 2):
             write(CheckpointStore(folder, None), old, f"old {old}")
         (store.begin(step) / "actor").mkdir()
@@ -138,7 +138,7 @@ def test_a_crash_at_any_call_leaves_a_complete_checkpoint(tmp_path: Path, step: 
     while crashed:
         folder = tmp_path / str(call_number)
         crashed = commit_until(call_number, folder)
-        store = CheckpointStore(folder, keep=1)
+        store = CheckpointStore(folder, most=1)
         chosen, messages = store.choose("auto", None, readable)
         assert chosen is not None
         assert messages == []
@@ -161,7 +161,7 @@ def test_what_was_sealed_counts_once_it_is_whole(
     tmp_path: Path, sealed: bool, whole: bool, found: int
 ) -> None:
     """A run that died while, or after, its shards were written beside it."""
-    store = CheckpointStore(tmp_path, keep=1)
+    store = CheckpointStore(tmp_path, most=1)
     write(store, 1)
     folder = store.begin(2)
     assert store.begun == 2
@@ -176,7 +176,7 @@ def test_what_was_sealed_counts_once_it_is_whole(
         return None if (folder / "weights").exists() or folder.name == "global_step_1" else "no weights"
 
     store.close()  # its process has ended
-    resumed = CheckpointStore(tmp_path, keep=1)
+    resumed = CheckpointStore(tmp_path, most=1)
     assert resumed.choose("auto", None, problem) == (tmp_path / f"global_step_{found}", [])
     assert names(tmp_path) == [f"global_step_{found}", LATEST_FILE]
     assert (tmp_path / LATEST_FILE).read_text() == f"{found}\n"
@@ -231,7 +231,7 @@ def test_a_checkpoint_in_writing_is_no_leftover_for_another_store(tmp_path: Path
 
 
 def test_a_store_that_has_lost_its_folder_changes_nothing(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=1)
+    store = CheckpointStore(tmp_path, most=1)
     write(store, 1)
     (store.begin(2) / "actor").mkdir()
     (tmp_path / OWNER_FILE).write_text("of another run")
@@ -243,7 +243,7 @@ def test_a_store_that_has_lost_its_folder_changes_nothing(tmp_path: Path) -> Non
 
 
 def test_a_half_deleted_checkpoint_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = CheckpointStore(tmp_path, keep=1)
+    store = CheckpointStore(tmp_path, most=1)
     write(store, 1)
 
     def half(folder: Path, ignore_errors: bool) -> None:
@@ -283,7 +283,7 @@ def test_after_a_fallback_the_next_checkpoint_is_the_newest(tmp_path: Path) -> N
     write(store, 10)
     write(store, 20)
     store.choose("auto", None, unreadable("global_step_20"))
-    kept = CheckpointStore(tmp_path, keep=1)
+    kept = CheckpointStore(tmp_path, most=1)
     write(kept, 15)
     assert names(tmp_path) == ["global_step_15", LATEST_FILE]
 

@@ -154,9 +154,11 @@ def test_tokens_that_the_engine_did_not_keep_count_for_nothing(
         if (row, t) != (3, 1)  # not recorded there
     }
     ids = [[word for t in range(7) for word in sets.get((row, t), [])] for row in range(4)]
-    tokens.kept_counts = torch.tensor([[len(sets.get((row, t), [])) for t in range(7)] for row in range(4)])
+    tokens.support_counts = torch.tensor(
+        [[len(sets.get((row, t), [])) for t in range(7)] for row in range(4)]
+    )
     most = max(map(len, ids))
-    tokens.kept_ids = torch.tensor([one + [0] * (most - len(one)) for one in ids], dtype=torch.int32)
+    tokens.support_ids = torch.tensor([one + [0] * (most - len(one)) for one in ids], dtype=torch.int32)
     plain = AutoModelForCausalLM.from_pretrained(
         model_folder, dtype=torch.float64, attn_implementation="eager"
     )

@@ -30,7 +30,7 @@ from verl_rc.runtime.rollout.environments.chat_endpoint import ChatEndpoint, End
 _POLL_SECONDS = 0.05
 """Time between two checks whether a process has ended."""
 _TAIL_BYTES = 65_536
-"""Bytes that are kept of the end of a process's output."""
+"""Bytes at the end of a process's output that are read."""
 _MAX_SHOWN_CHARACTERS = 2_000
 _MAX_ROW_CHARACTERS = 100_000
 """Linux limits one environment variable to 128 KiB."""

@@ -136,4 +136,4 @@ def apply_adapter(manager: Any, tensors: Mapping[str, Tensor]) -> None:
             "pass actor_rollout_ref.model.lora.merge=True."
         )
     if not is_new:
-        raise RuntimeError("vLLM must take the adapter of an update, but it kept the one before.")
+        raise RuntimeError("vLLM must take the adapter of an update, but it still has the one before.")

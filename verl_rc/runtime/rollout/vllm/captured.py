@@ -65,7 +65,7 @@ class CapturingEngine:
 
     def sample(self, prompts: Sequence[Sequence[int]], num_tokens: int, file: str) -> int:
         """Sample a response to each prompt and write the captured values to ``file``; returns the number of
-        prompt tokens from the prefix cache, which is kept between calls."""
+        prompt tokens from the prefix cache, which outlives a call."""
         self._captured = {}
         parameters = [
             SamplingParams(
@@ -93,7 +93,7 @@ class CapturingEngine:
             {
                 "responses": [list(output.outputs[0].token_ids) for output in outputs],
                 "log_probs": [list(output.outputs[0].logprobs.logprobs) for output in outputs],
-                "kept": {
+                "results": {
                     name: (list(values_by_token), torch.stack(list(values_by_token.values())))
                     for name, values_by_token in captured.items()
                 },

@@ -13,7 +13,7 @@ from verl_rc.runtime.rollout.vllm.adapters import (
     use_single_adapter_product,
 )
 from verl_rc.runtime.rollout.vllm.expert_weights import pack_experts_after_updates
-from verl_rc.runtime.rollout.vllm.float32_head import keep_float32_heads
+from verl_rc.runtime.rollout.vllm.float32_head import use_float32_heads
 from verl_rc.runtime.rollout.vllm.fp8_products import IMPLEMENTATIONS, time_fp8_products
 from verl_rc.runtime.rollout.vllm.process_cleanup import die_with_parent, unlink_shared_memory
 from verl_rc.runtime.rollout.vllm.receiver import WeightReceiver
@@ -68,7 +68,7 @@ class EngineWorkerExtension:
 # this module before it builds its model.
 kernels = _POSSIBLE_FP8_KERNELS[PlatformEnum.CPU]
 kernels[kernels.index(ChannelWiseTorchFP8ScaledMMLinearKernel)] = MeasuredFp8Kernel
-keep_float32_heads()
+use_float32_heads()
 limit_adapters_to_linear_layers()
 use_single_adapter_product()
 if current_platform.is_cpu():

@@ -37,7 +37,7 @@ def _apply_head(
     return F.linear(hidden_states.float(), _float32_weights[lm_head], bias)
 
 
-def keep_float32_heads() -> None:
+def use_float32_heads() -> None:
     """Let vLLM store the float32 weights of output layers that it computes in float32."""
     LogitsProcessor._apply_head = _apply_head
 

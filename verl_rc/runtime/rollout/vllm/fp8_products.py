@@ -21,7 +21,7 @@ from torch import Tensor
 SLOWEST_RATIO = 20.0
 """Largest time of an fp8 product over that of a bf16 product."""
 _MIN_SPEEDUP = 3.0
-"""PyTorch's choice is kept unless another implementation is this many times faster: numbers must not depend
+"""PyTorch's choice stands unless another implementation is this many times faster: numbers must not depend
 on a noisy measurement."""
 _ROWS, _INNER, _COLUMNS = 128, 128, 256
 """Large enough to distinguish the implementations; 0.8 s in oneDNN's reference implementation."""

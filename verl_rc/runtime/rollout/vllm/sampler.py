@@ -19,11 +19,11 @@ from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions,
 from verl_rc.runtime.rollout.vllm import engine_worker, receiver
 from verl_rc.runtime.rollout.vllm.adapters import REQUEST, adapter_arguments
 from verl_rc.runtime.rollout.vllm.fp8_products import require_fp8_cache
-from verl_rc.runtime.rollout.vllm.kept_sets import kept_sets
 from verl_rc.runtime.rollout.vllm.llm import build_llm
 from verl_rc.runtime.rollout.vllm.options import VllmOptions
 from verl_rc.runtime.rollout.vllm.output import expert_lists, parts_of_output
 from verl_rc.runtime.rollout.vllm.process_cleanup import unlink_shared_memory
+from verl_rc.runtime.rollout.vllm.supports import supports
 from verl_rc.runtime.weight_sync.manifest import Manifest
 from verl_rc.runtime.weight_sync.proof import LoadReceipt
 from verl_rc.runtime.weight_sync.shared_bucket import BucketHandle
@@ -53,7 +53,7 @@ class VllmSampler:
             require_fp8_cache()
         self.version = UNKNOWN
         """Version of the weights that the engine holds."""
-        self._keeps_cache = options.on_update == "keep"
+        self._reuses_cache = options.on_update == "keep"
         self._adapter = REQUEST if options.adapter_rank else None
         """The adapter of every request."""
         self._open = OpenSamples(
@@ -86,7 +86,7 @@ class VllmSampler:
             return reply
         request = sample.request
         # The salt keeps a prompt from cached blocks that older weights computed.
-        salt = str(self.version) if self._keeps_cache else None
+        salt = str(self.version) if self._reuses_cache else None
         token_ids = context(request.prompt_token_ids, so_far.parts)
         parameters = sampling_parameters(request, sample.options, so_far, self._vocabulary_size)
         num_unrecorded = 0
@@ -155,7 +155,7 @@ class VllmSampler:
         request, number = self._requests[key], self._open[key].number
         columns = {}
         if request.num_top_tokens:
-            columns["kept"] = kept_sets(
+            columns["support"] = supports(
                 output.token_ids, output.logprobs, number, request.num_top_tokens, self._vocabulary_size
             )
         if request.num_unrecorded and output.token_ids:
@@ -190,7 +190,7 @@ class VllmSampler:
             self._llm.collective_rpc("apply_adapter")
         self.version = version
         # The next request must find no blocks of the old weights.
-        if not self._keeps_cache:
+        if not self._reuses_cache:
             self.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
@@ -244,7 +244,7 @@ def sampling_parameters(
         # vLLM's ignore_eos covers the model's EOS, not the tokens listed here.
         stop_token_ids=[] if options.ignore_eos else list(options.stop_token_ids),
         ignore_eos=options.ignore_eos,
-        # The most likely tokens show which set a filter has kept; greedy sampling has no filter. Flat lists
+        # The most likely tokens show which support a filter left; greedy sampling has no filter. Flat lists
         # of numbers replace vLLM's dict and object for each token, which the garbage collector has to walk.
         logprobs=min(options.max_kept_tokens, vocabulary_size) if options.temperature > 0 else 0,
         flat_logprobs=True,

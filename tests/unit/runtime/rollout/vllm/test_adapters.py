@@ -89,7 +89,7 @@ def test_a_layer_that_takes_no_adapter_is_named() -> None:
 
 
 def test_an_adapter_that_vllm_keeps_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="but it kept the one before"):
+    with pytest.raises(RuntimeError, match="but it still has the one before"):
         adapters.apply_adapter(Manager(keeps=True), factors("a.q"))
 
 

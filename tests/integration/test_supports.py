@@ -46,15 +46,15 @@ def test_the_trainer_computes_what_the_engine_reports(
     options = FILTERS[name]
     rollouts = sampled(engine, options)
     tokens, mask = rollouts.tokens, rollouts.response_mask
-    assert tokens.kept_counts is not None
-    assert tokens.kept_counts[mask].min() >= 1
+    assert tokens.support_counts is not None
+    assert tokens.support_counts[mask].min() >= 1
     if options.top_k > 0:
-        assert tokens.kept_counts.max() <= options.top_k  # no two tokens are as likely in float32
+        assert tokens.support_counts.max() <= options.top_k  # no two tokens are as likely in float32
     model = load_causal_lm(str(task["model"]), torch.float32).eval()
     with torch.no_grad():
         over_sets = score_tokens(model, tokens, ForwardOptions(TEMPERATURE), with_entropy=True)
         plain = tokens.clone()
-        plain.kept_counts = plain.kept_ids = None
+        plain.support_counts = plain.support_ids = None
         over_all = score_tokens(model, plain, ForwardOptions(TEMPERATURE), with_entropy=True)
     gap = (over_sets.log_probs - rollouts.rollout_log_probs)[mask].abs()
     assert gap.max() < 1e-4
@@ -67,11 +67,11 @@ def test_the_trainer_computes_what_the_engine_reports(
 def test_larger_sets_than_the_limit_are_not_recorded_and_greedy_tokens_have_none(
     engine: ChildProcess,
 ) -> None:
-    few = sampled(engine, replace(FILTERS["top_p"], max_kept_tokens=2)).tokens.kept_counts
+    few = sampled(engine, replace(FILTERS["top_p"], max_kept_tokens=2)).tokens.support_counts
     assert few is not None
-    all_sets = sampled(engine, FILTERS["top_p"]).tokens.kept_counts
+    all_sets = sampled(engine, FILTERS["top_p"]).tokens.support_counts
     assert all_sets is not None
     # A set of exactly the limit could be larger.
     assert torch.equal(few, torch.where(all_sets < 2, all_sets, 0))
     assert 0 < (few > 0).sum() < few.numel()
-    assert sampled(engine, replace(FILTERS["top_p"], temperature=0.0)).tokens.kept_counts is None
+    assert sampled(engine, replace(FILTERS["top_p"], temperature=0.0)).tokens.support_counts is None

@@ -1,4 +1,4 @@
-"""The sets that a filter has kept, from what vLLM reports with ``processed_logprobs``."""
+"""The supports that a filter left, from what vLLM reports with ``processed_logprobs``."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from verl_rc.runtime.rollout.vllm.kept_sets import kept_sets
+from verl_rc.runtime.rollout.vllm.supports import supports
 
 NEVER = -math.inf
 Place = tuple[tuple[int, float], Sequence[tuple[int, float]]]
@@ -21,7 +21,7 @@ def flat(places: Sequence[Place]) -> Any:
 
 
 def sets(places: Sequence[Place], vocabulary: int = 100) -> list[list[int]]:
-    column = kept_sets([word for (word, _), _ in places], flat(places), 4, 3, vocabulary)
+    column = supports([word for (word, _), _ in places], flat(places), 4, 3, vocabulary)
     return [column[place : place + 1].values.tolist() for place in range(len(places))]
 
 
@@ -63,4 +63,4 @@ def test_a_token_outside_its_set_and_raw_log_probs_are_refused(place: Place, wor
 def test_an_engine_that_reports_no_likely_words_is_refused() -> None:
     alone = SimpleNamespace(token_ids=[7], logprobs=[-0.5])
     with pytest.raises(RuntimeError, match="must come with 3 likely ones"):
-        kept_sets([7], alone, 4, 3, 100)
+        supports([7], alone, 4, 3, 100)
