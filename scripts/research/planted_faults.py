@@ -24,7 +24,7 @@ from torch import Tensor
 from verl_rc import main_ppo
 from verl_rc.algorithm.health import cause_table as causes
 from verl_rc.insight.run_folder import read_run
-from verl_rc.insight.verdict import judge
+from verl_rc.insight.verdict import verdict_of
 from verl_rc.records.batches import TokenBatch, TokenScores, TrainBatch
 from verl_rc.records.parts import Part, Sample
 from verl_rc.records.ragged import Column, Ragged
@@ -366,11 +366,11 @@ def start(fault: str, overrides: Sequence[str]) -> None:
 # ---- the matrix
 
 
-def judged(fault: Fault, folder: Path, exit_status: int) -> tuple[str, str]:
+def outcome_of(fault: Fault, folder: Path, exit_status: int) -> tuple[str, str]:
     """What came of a fault, and the cause that the report of its run names first."""
     if exit_status:
         return "stopped by the run itself", _last_error(folder / "output.log")
-    statements = [one for one in judge(read_run(folder)).statements if one.topic == "gap"]
+    statements = [one for one in verdict_of(read_run(folder)).statements if one.topic == "gap"]
     alarms = [one.cause for one in statements if one.level in ("fault", "notice")]
     if fault.is_healthy:
         return ("false alarm", alarms[0]) if alarms else ("right", "")
@@ -411,7 +411,7 @@ def main() -> int:
     print("| planted | seed | outcome | named first |\n|---|---|---|---|")
     for run in read_runs(results):
         if run.arm in arms:
-            outcome, cause = judged(ARMS[run.arm], place_of(run, results, folder), run.exit_status)
+            outcome, cause = outcome_of(ARMS[run.arm], place_of(run, results, folder), run.exit_status)
             print(f"| {run.arm} | {run.seed} | {outcome} | {cause} |")
     return 0
 

@@ -8,8 +8,8 @@ from typing import Any
 from verl_rc.algorithm.health.statement import Statement
 from verl_rc.insight.run_folder import ReplayedRecord, RunData, read_run
 from verl_rc.insight.run_folder.records import LARGEST_STEP
-from verl_rc.insight.verdict import judge
-from verl_rc.insight.verdict.gap import judge_gap
+from verl_rc.insight.verdict import verdict_of
+from verl_rc.insight.verdict.gap import gap_statements
 from verl_rc.insight.verdict.signatures import CauseRow
 
 REPLAYS: Mapping[str, str] = {
@@ -70,7 +70,7 @@ class Diagnosis:
 
 
 def diagnose(request: DiagnosisRequest) -> Diagnosis:
-    """Judge the gap of a run from its metrics. Raises ``ValueError`` where the folder holds no run."""
+    """Diagnose the gap of a run from its metrics. Raises ``ValueError`` where the folder holds no run."""
     run = read_run(request.folder, request.first_step, request.last_step)
     diagnosis = diagnosis_of(run)
     replays = "; ".join(f"{name} ({cost})" for name, cost in REPLAYS.items())
@@ -81,8 +81,8 @@ def diagnose(request: DiagnosisRequest) -> Diagnosis:
 def diagnosis_of(run: RunData) -> Diagnosis:
     """What the metrics of a run name, without the replays in its folder."""
     notes = run.notes if run.is_own else [f"read as: {run.source}", *run.notes]
-    verdict = judge(replace(run, replays=()))
+    verdict = verdict_of(replace(run, replays=()))
     unasked = [f"not asked: {sentence}" for sentence in verdict.unasked]
     statements = tuple(statement for statement in verdict.statements if statement.topic == "gap")
-    statements = statements or tuple(judge_gap(run))  # that it was not measured: nothing was trained
+    statements = statements or tuple(gap_statements(run))  # that it was not measured: nothing was trained
     return Diagnosis(statements, notes=(*notes, *unasked), rows=verdict.rows)

@@ -291,9 +291,11 @@ def _learner(role: str, shape: ModelShape, fsdp: FsdpConfig, ranks: int, trained
 
 
 def _reward_model(config: RunConfig, shape: ModelShape, on_gpus: bool) -> RoleMemory:
-    judge, width = config.reward.reward_model, _bytes(config.reward.reward_model.dtype)
-    longest = judge.max_length or config.longest_sequence
-    layer_bytes = judge.micro_batch_size_per_gpu * longest * shape.width * _ACTIVATION_BYTES * width // 2
+    reward_model, width = config.reward.reward_model, _bytes(config.reward.reward_model.dtype)
+    longest = reward_model.max_length or config.longest_sequence
+    layer_bytes = (
+        reward_model.micro_batch_size_per_gpu * longest * shape.width * _ACTIVATION_BYTES * width // 2
+    )
     return RoleMemory(
         "reward model",
         processes=1,

@@ -37,7 +37,7 @@ class Guards:
         findings: Findings,
         step: Step,
     ) -> bool:
-        """Judge the step and act on the findings; returns whether its updates are made. A batch that is not
+        """Check the batch and act on the findings; returns whether its updates are made. A batch that is not
         trained on is booked as withheld.
 
         Raises ``TokensChangedError`` when a row does not hold what the engines returned, and ``LedgerError``

@@ -1,4 +1,4 @@
-"""Judging a step by the gap of trainer and engine, the mismatch, its causes, and healthy ranges."""
+"""Findings about a step: the gap of trainer and engine, the mismatch, its causes, and healthy ranges."""
 
 from dataclasses import replace
 
@@ -30,9 +30,9 @@ def judge(services: Services, before: Findings, measured: Measured | None, step:
     record_correction(step, statistics)
     if gap is not None:
         record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum})
-    judged = _judge_causes(services, before.health, step)
-    health = replace(before.health, causes=judged.history)
-    findings = Findings(before.next_gap_limit, health, statistics.k3_kl, has_cause=judged.has_cause)
+    named = _alert_of_causes(services, before.health, step)
+    health = replace(before.health, causes=named.history)
+    findings = Findings(before.next_gap_limit, health, statistics.k3_kl, has_cause=named.has_cause)
     if gap is None:
         return findings
     findings = replace(findings, mean_gap=gap.mean)
@@ -60,25 +60,25 @@ def record_correction(step: Step, statistics: CorrectionStatistics) -> None:
         record.add({"rollout_corr/rollout_rs_adaptive_threshold": step.control.rejection_threshold})
 
 
-def _judge_causes(services: Services, history: HealthHistory, step: Step) -> causes.CauseJudgement:
+def _alert_of_causes(services: Services, history: HealthHistory, step: Step) -> causes.NamedCauses:
     """Alert about the cause of the gap that the step's signatures name, and about its end."""
     rollout = services.config.actor_rollout_ref.rollout
-    judged = causes.judge_causes(
+    named = causes.name_causes(
         step.record.values, step.number, history.causes, rollout.temperature, rollout.has_filter
     )
-    step.record.add(judged.metrics)
-    for name, message in judged.messages.items():
+    step.record.add(named.metrics)
+    for name, message in named.messages.items():
         alert = AlertCause(name, message.since_step, message.evidence)
         services.tracker.alert(f"gap: {name}", message.text, step.number, alert)
-    return judged
+    return named
 
 
-def judge_health(tracker: Tracker, history: HealthHistory, step: Step) -> HealthHistory:
+def warn_of_ranges(tracker: Tracker, history: HealthHistory, step: Step) -> HealthHistory:
     """Warn about metrics of the step outside their healthy range; returns the history with this step.
 
     Signatures are left out: the table of causes says in words what they mean.
     """
-    warnings, history = ranges.judge_health(step.record.metrics(), step.number, history)
+    warnings, history = ranges.range_warnings(step.record.metrics(), step.number, history)
     warnings = [
         warning
         for warning in warnings

@@ -34,7 +34,7 @@ from verl_rc.runtime.checkpoint import RunState
 from verl_rc.trainer import checkpoints, guards, stages
 from verl_rc.trainer.cluster.remote import beside_ranks
 from verl_rc.trainer.evaluate import validate
-from verl_rc.trainer.judge import judge, judge_health
+from verl_rc.trainer.judge import judge, warn_of_ranges
 from verl_rc.trainer.log import log
 from verl_rc.trainer.report_at_end import draw_curves, report_at_end
 from verl_rc.trainer.services import Services
@@ -85,7 +85,7 @@ def train(services: Services, state: RunState) -> RunState:
         if services.is_due(trainer.test_freq, step.number):
             last_accuracy = validate(services, publisher, step.record, step.number)
         supply.admit(step.record)
-        health = judge_health(services.tracker, updated.findings.health, step)
+        health = warn_of_ranges(services.tracker, updated.findings.health, step)
         recorder.write(inputs, step)
         control = step.control.after_penalty(inputs.reward_kl, len(scored))
         state = replace(

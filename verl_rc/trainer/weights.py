@@ -53,7 +53,7 @@ class Publisher:
                 self._deliver(version, record)
             if with_canary:
                 with record.stage("sync_canary"):
-                    self._judge_canary(version, record)
+                    self._check_canary(version, record)
         except EnginesLostError as error:
             with record.stage("update_weights"):
                 self._replace_and_deliver(version, record, error)
@@ -113,14 +113,14 @@ class Publisher:
         return self._services.engines.submit_to_each(self._canary_requests, self._canary_options)
 
     def collect_canary(self, requests: Sequence[Sequence[Request]], version: int, record: StepRecord) -> None:
-        """Wait for the requests of ``submit_canary`` and judge their samples, while the trainer holds the
+        """Wait for the requests of ``submit_canary`` and check their samples, while the trainer holds the
         weights of ``version``, which was published then. Replaces lost engines."""
         with record.stage("sync_canary"):
             replace_lost = self.engine_replacer(version, record)
             samples = [
                 self._services.engines.finish(engine_requests, replace_lost) for engine_requests in requests
             ]
-            self._judge_canary_samples(samples, version, record)
+            self._check_canary_samples(samples, version, record)
 
     def _add_size(self, record: StepRecord) -> None:
         size = self._services.transport.manifest.num_bytes
@@ -146,7 +146,7 @@ class Publisher:
             try:
                 self._replace_engines(error, record)
                 self._deliver(version, record)
-                self._judge_canary(version, record)
+                self._check_canary(version, record)
                 return
             except EnginesLostError as next_error:
                 error = next_error
@@ -175,13 +175,13 @@ class Publisher:
         services.engines.sleep()
         services.transport.open()
 
-    def _judge_canary(self, version: int, record: StepRecord) -> None:
-        """Let every engine generate canary tokens, and judge them."""
+    def _check_canary(self, version: int, record: StepRecord) -> None:
+        """Let every engine generate canary tokens, and check them."""
         engines = self._services.engines
         samples = engines.generate_on_each(self._canary_requests, self._canary_options)
-        self._judge_canary_samples(samples, version, record)
+        self._check_canary_samples(samples, version, record)
 
-    def _judge_canary_samples(
+    def _check_canary_samples(
         self, samples_by_engine: Sequence[Sequence[Sample]], version: int, record: StepRecord
     ) -> None:
         """Compare the log-probs of canary tokens, engine by engine, with the trainer's.

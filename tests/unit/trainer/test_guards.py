@@ -25,7 +25,7 @@ from verl_rc.runtime.checkpoint import RunState
 from verl_rc.runtime.exact import InexactError
 from verl_rc.runtime.weight_sync.proof import GapLimit, LogProbGap
 from verl_rc.trainer.guards import Guards, require_exact, withhold
-from verl_rc.trainer.judge import judge, judge_health
+from verl_rc.trainer.judge import judge, warn_of_ranges
 from verl_rc.trainer.services import Services
 from verl_rc.trainer.step_record import Step, StepRecord
 from verl_rc.trainer.stop import StoppedByAlertError, StopRequest
@@ -232,7 +232,7 @@ def test_no_filter_is_blamed_that_the_configuration_says_is_mirrored() -> None:
 def test_of_signatures_the_table_of_causes_speaks() -> None:
     run, record = make_run(), StepRecord()
     record.add({**COOLER, "rollout_corr/lag": 1.0, "rollout_corr/nonfinite_token_fraction": 0.1})
-    judge_health(run.tracker, HealthHistory(), step_of(run, record, 1))
+    warn_of_ranges(run.tracker, HealthHistory(), step_of(run, record, 1))
     (text,) = run.tracker.texts
     assert "nonfinite_token_fraction" in text
     assert "lag" not in text

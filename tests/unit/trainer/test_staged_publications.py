@@ -159,7 +159,7 @@ def test_a_loss_while_weights_are_staged_is_mended(
     monkeypatch.setattr(
         "verl_rc.trainer.weights.Publisher._replace_engines", lambda self, lost, record: replaced.append(lost)
     )
-    monkeypatch.setattr("verl_rc.trainer.weights.Publisher._judge_canary", lambda *_: None)
+    monkeypatch.setattr("verl_rc.trainer.weights.Publisher._check_canary", lambda *_: None)
     world = OneAtATime(lost_at=publication)
     run(tmp_path, "trainer.save_freq=-1", f"{CANARIES}=0", STAGED, world=world)
     assert len(replaced) == 1

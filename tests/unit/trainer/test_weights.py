@@ -82,7 +82,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
     monkeypatch.setattr(
         weights.Publisher,
-        "_judge_canary",
+        "_check_canary",
         lambda self, version, record: machine.done.append(("canary", version)),
     )
     return machine

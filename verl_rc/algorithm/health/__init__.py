@@ -1,1 +1,1 @@
-"""What is judged in every step: the causes of a gap, healthy ranges, and what stops a run. Pure."""
+"""Checks of every step: causes of a gap, healthy ranges, and limits that stop a run. Pure."""

@@ -1,4 +1,4 @@
-"""Which cause the signatures of a step name: alerts judge it beside a run, the report after it."""
+"""The causes that the signatures of a step name: for alerts during a run, for the report after it."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -73,8 +73,8 @@ class CauseMessage:
 
 
 @dataclass(frozen=True)
-class CauseJudgement:
-    """The verdict of a step's signatures."""
+class NamedCauses:
+    """The causes that a step's signatures name."""
 
     history: CauseHistory
     """With this step."""
@@ -86,21 +86,21 @@ class CauseJudgement:
     """To be added to those of the step."""
 
 
-def judge_causes(
+def name_causes(
     metrics: Mapping[str, float],
     step: int,
     history: CauseHistory,
     temperature: float,
     mirrors_filter: bool = False,
-) -> CauseJudgement:
-    """Judge a step by its metrics.
+) -> NamedCauses:
+    """Name the causes that hold in a step, by its metrics.
 
     ``temperature``, which sentences name, and ``mirrors_filter`` (see ``cause_of``) are those of the
     configuration.
     """
     # Where the actor corrects, signatures come with the update; with other diagnostics they never come.
     if f"{PREFIX}missing_mass" not in metrics:
-        return CauseJudgement(history)
+        return NamedCauses(history)
     first_noise = history.first_noise
     if f"{PREFIX}logit_noise" in metrics and len(first_noise) < BOUNDS.floor_steps:
         first_noise = (*first_noise, metrics[f"{PREFIX}logit_noise"])
@@ -130,4 +130,4 @@ def judge_causes(
             messages[cause.name] = CauseMessage(text, episode.first, statement.evidence)
     holds = cause is not None and episodes[cause.name].is_told
     history = CauseHistory(episodes, first_noise)
-    return CauseJudgement(history, holds, messages, {**floor, CAUSE: float(holds)})
+    return NamedCauses(history, holds, messages, {**floor, CAUSE: float(holds)})

@@ -1,4 +1,4 @@
-"""What a step is judged by, as a record: guards read it, not the names of metrics."""
+"""The findings about a step, as a record: guards read it, not the names of metrics."""
 
 from dataclasses import dataclass
 
@@ -18,6 +18,6 @@ class Findings:
     mean_gap: float | None = None
     """Mean ``|train - rollout log-prob|``, nats. None if nothing was measured, or it proves nothing."""
     gap_limit: float | None = None
-    """Limit that ``mean_gap`` is judged by, nats. None means not judged."""
+    """Limit of ``mean_gap``, nats. None means that it has none."""
     has_cause: bool = False
     """Whether a cause of the gap is named."""

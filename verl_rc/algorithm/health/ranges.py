@@ -42,7 +42,7 @@ class CauseEpisode:
 
 @dataclass(frozen=True)
 class CauseHistory:
-    """The history by which the next step's causes are judged; stored in checkpoints."""
+    """The history from which the next step's causes are named; stored in checkpoints."""
 
     episodes: dict[str, CauseEpisode] = field(default_factory=dict)
     """Episodes that may go on, by cause."""
@@ -61,7 +61,7 @@ class HealthHistory:
     causes: CauseHistory = field(default_factory=CauseHistory)
 
 
-def judge_health(
+def range_warnings(
     metrics: Mapping[str, float], step: int, history: HealthHistory, patience: int = 3, quiet_steps: int = 50
 ) -> tuple[list[HealthWarning], HealthHistory]:
     """Compare a step's metrics with the healthy ranges of the catalogue; returns warnings and the updated

@@ -7,7 +7,7 @@ from verl_rc.config.files import whole_or_absent
 from verl_rc.insight.page.page import build_page
 from verl_rc.insight.run_folder import RunData, read_run
 from verl_rc.insight.run_folder.records import LARGEST_STEP
-from verl_rc.insight.verdict import Verdict, judge
+from verl_rc.insight.verdict import Verdict, verdict_of
 from verl_rc.metrics.run_files import REPORT
 
 
@@ -37,7 +37,7 @@ class Report:
 
 
 def write_report(request: Request) -> Report:
-    """Read the run, judge it and write the page.
+    """Read the run, form its verdict and write the page.
 
     Raises:
         NothingToReadError: the path holds no run.
@@ -46,7 +46,7 @@ def write_report(request: Request) -> Report:
     run = read_run(request.path, request.first_step, request.last_step)
     if request.newest_steps is not None and len(run.steps) > request.newest_steps:
         run = read_run(request.path, run.steps[-request.newest_steps], request.last_step)
-    verdict = judge(run)
+    verdict = verdict_of(run)
     path = request.output or _default_path(request.path)
     text = build_page(run, verdict, request.with_text, request.max_megabytes)
     with whole_or_absent(path) as file:

@@ -21,7 +21,7 @@ from verl_rc.records.token_records.token_record import FOLDER
 
 
 def diagnose_with_replays(request: DiagnosisRequest) -> Diagnosis:
-    """Judge the gap of a run from its metrics and from replays.
+    """Diagnose the gap of a run from its metrics and from replays.
 
     The replays are written to ``diagnosis.json`` in the run's folder, where its report reads them.
 

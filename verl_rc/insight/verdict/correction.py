@@ -17,8 +17,8 @@ _SECTION = "algorithm.rollout_correction"
 _LEVELS = {"token": "tokens", "sequence": "rows", "prefix": "prefixes", "turn": "turns", "geometric": "rows"}
 
 
-def judge_correction(run: RunData) -> list[Statement]:
-    """Judge weights and rejection; returns what is wrong, or one statement about their cost if nothing is."""
+def correction_statements(run: RunData) -> list[Statement]:
+    """What is wrong with weights and rejection, or one statement about their cost if nothing is."""
     return [*_low_ess(run), *_rejected(run)] or [_cost(run)]
 
 

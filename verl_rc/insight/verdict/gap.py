@@ -38,7 +38,7 @@ from verl_rc.insight.verdict.gap_series import (
     policy_distance,
 )
 from verl_rc.insight.verdict.invariants import invariant_causes
-from verl_rc.insight.verdict.missing_mass import judge_missing_mass
+from verl_rc.insight.verdict.missing_mass import missing_mass_statements
 from verl_rc.insight.verdict.signatures import has_signatures, signature_causes, signature_rows
 from verl_rc.metrics.bounds import BOUNDS, PLAUSIBLE_NOISE, least_precise
 
@@ -67,14 +67,14 @@ _FAULTS_OF_NUMBERS = {
 }
 
 
-def judge_gap(run: RunData) -> list[Statement]:
+def gap_statements(run: RunData) -> list[Statement]:
     """A statement for every cause that the metrics name, in the order of the table; where they name none, one
     about the size of the gap."""
     if run.settings.get("actor_rollout_ref.exact") and (measures := measures_of_gap(run)):
         return [_staleness_alone(*measures[0])]
     faults = [*_raw_log_probs(run), *invariant_causes(run), *_not_finite(run)]
     if all(fault.cause != table.FLOORED.name for fault in faults):  # sums of cut log-probs name other causes
-        faults += signature_causes(run) if has_signatures(run) else judge_missing_mass(run)
+        faults += signature_causes(run) if has_signatures(run) else missing_mass_statements(run)
     if not faults:
         rules = (
             _lost_in_rounding,
@@ -87,7 +87,7 @@ def judge_gap(run: RunData) -> list[Statement]:
             _large_from_the_start,
         )
         faults = next((statements for rule in rules if (statements := rule(run))), [])
-    return faults or [_with_limits(_judge_size(run), run)]
+    return faults or [_with_limits(_size_statement(run), run)]
 
 
 def _staleness_alone(gap: Series, unit: str) -> Statement:
@@ -475,7 +475,7 @@ def _precision(run: RunData) -> str | None:
     return least_precise(engine, quantization, str(cache), trainer)
 
 
-def _judge_size(run: RunData) -> Statement:
+def _size_statement(run: RunData) -> Statement:
     """Rows 11 and 20: the gap is as at the start, or has grown by every measure, or much by one, or is beyond
     rounding.
 

@@ -36,7 +36,7 @@ _SIZES_OF_UPDATES = {"actor/ppo_kl": "ppo_kl", "actor/pg_clipfrac": "clipped sha
 """Metrics that leave their healthy range upwards where updates are too large, in words."""
 
 
-def judge_learning(run: RunData) -> list[Statement]:
+def learning_statements(run: RunData) -> list[Statement]:
     """What went wrong, most telling first; one statement about the reward if nothing did."""
     rules: tuple[Callable[[RunData], list[Statement]], ...] = (
         _not_finite,

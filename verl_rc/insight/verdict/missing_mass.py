@@ -15,7 +15,7 @@ from verl_rc.metrics.bounds import BOUNDS
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def judge_missing_mass(run: RunData) -> list[Statement]:
+def missing_mass_statements(run: RunData) -> list[Statement]:
     """Rows 4 to 7: the tokens were not drawn from what the engine reports."""
     if not run.is_own and rejects(run):
         return []  # others measure kept tokens only: rejection alone moves their mean

@@ -11,7 +11,7 @@ IDLE = 0.25
 _NOT_STAGES = {"step", "testing", "save_checkpoint"}
 
 
-def judge_speed(run: RunData) -> list[Statement]:
+def speed_statements(run: RunData) -> list[Statement]:
     """The largest stage, tokens per second, and idle time where there is much."""
     seconds = last_mean(run, "timing_s/step")
     if seconds is None:

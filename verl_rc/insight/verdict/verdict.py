@@ -7,14 +7,14 @@ from typing import Any
 from verl_rc.algorithm.health.cause_table import CAUSES
 from verl_rc.algorithm.health.statement import Level, Statement
 from verl_rc.insight.run_folder import RunData
-from verl_rc.insight.verdict.correction import judge_correction
-from verl_rc.insight.verdict.gap import checked_rules, invisible_causes, judge_gap
+from verl_rc.insight.verdict.correction import correction_statements
+from verl_rc.insight.verdict.gap import checked_rules, gap_statements, invisible_causes
 from verl_rc.insight.verdict.gap_series import GAP, K3
 from verl_rc.insight.verdict.invariants import invariant_rows
-from verl_rc.insight.verdict.learning import judge_learning
+from verl_rc.insight.verdict.learning import learning_statements
 from verl_rc.insight.verdict.replays import with_replays
 from verl_rc.insight.verdict.signatures import CauseRow, has_signatures, signature_rows
-from verl_rc.insight.verdict.speed import judge_speed
+from verl_rc.insight.verdict.speed import speed_statements
 
 MOST_LINES = 8
 _MOST_OVERRIDES = 3
@@ -96,16 +96,16 @@ class Verdict:
         }
 
 
-def judge(run: RunData) -> Verdict:
+def verdict_of(run: RunData) -> Verdict:
     """The verdict on a run, from its metrics and its replays; absent data never lead to a cause."""
     if not any(run.has(name) for name in _TRAINED):
-        statements = tuple(judge_learning(run))[:1] if run.series else ()
+        statements = tuple(learning_statements(run))[:1] if run.series else ()
     else:
         statements = (
-            *judge_learning(run),
-            *with_replays(judge_gap(run), run.replays),
-            *judge_correction(run),
-            *judge_speed(run),
+            *learning_statements(run),
+            *with_replays(gap_statements(run), run.replays),
+            *correction_statements(run),
+            *speed_statements(run),
         )
     if not _has_our_keys(run):
         statements = tuple(replace(statement, overrides=()) for statement in statements)

@@ -165,26 +165,30 @@ class _GpusPerNode:
     engine_nodes: int
     engines: int
     """GPUs of engines on each of their nodes; 0: engines share those of the ranks."""
-    judge: int
+    reward_model: int
     """GPUs of the reward model, on one node."""
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "_GpusPerNode":
-        trainer, rollout, judge = config.trainer, config.actor_rollout_ref.rollout, config.reward.reward_model
+        trainer, rollout, reward_model = (
+            config.trainer,
+            config.actor_rollout_ref.rollout,
+            config.reward.reward_model,
+        )
         engine_gpus = 0 if config.actor_rollout_ref.hybrid_engine else rollout.n_gpus_per_node
-        judge_gpus = judge.n_gpus_per_node if judge.enable else 0
-        return cls(trainer.nnodes, trainer.n_gpus_per_node, rollout.nnodes, engine_gpus, judge_gpus)
+        reward_gpus = reward_model.n_gpus_per_node if reward_model.enable else 0
+        return cls(trainer.nnodes, trainer.n_gpus_per_node, rollout.nnodes, engine_gpus, reward_gpus)
 
     def fit(self, gpus: Sequence[int]) -> bool:
         """Whether nodes with these numbers of GPUs have enough."""
-        needed = self.nodes * self.ranks + self.engine_nodes * self.engines + self.judge
+        needed = self.nodes * self.ranks + self.engine_nodes * self.engines + self.reward_model
         large_enough = sum(count >= max(self.ranks, self.engines) for count in gpus)
         return needed <= sum(gpus) and large_enough >= self.nodes
 
     def beside_ranks(self) -> str:
         """The GPUs needed beside those of ranks, as a part of a message."""
         engines = f" and {self.engine_nodes * self.engines} for engines" if self.engines else ""
-        return engines + (f" and {self.judge} for the reward model" if self.judge else "")
+        return engines + (f" and {self.reward_model} for the reward model" if self.reward_model else "")
 
 
 def _what_fits(config: RunConfig, needs: _GpusPerNode, gpus: Sequence[int]) -> str:

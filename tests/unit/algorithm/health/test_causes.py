@@ -14,15 +14,15 @@ from verl_rc.algorithm.health.cause_table import CAUSES
 from verl_rc.algorithm.health.causes import (
     PREFIX,
     SIGNATURE_METRICS,
-    CauseJudgement,
+    NamedCauses,
     cause_of,
-    judge_causes,
+    name_causes,
     signature_statement,
 )
 from verl_rc.algorithm.health.ranges import CauseEpisode, CauseHistory
 from verl_rc.algorithm.health.signature_causes import OTHER_TOKENS, SIGNATURE_CAUSES
 from verl_rc.correction import compute_rollout_correction
-from verl_rc.insight.verdict.gap import judge_gap
+from verl_rc.insight.verdict.gap import gap_statements
 from verl_rc.metrics.catalog import CATALOG
 
 FILTER = {"missing_mass": 0.038, "missing_mass_z": 80.0}  # top-p 0.95
@@ -124,8 +124,8 @@ def test_no_filter_is_blamed_where_the_trainer_has_the_supports(changed: dict[st
     assert found is not None
     assert (blamed.row, found.row) == (5, 7)
     metrics = {f"{PREFIX}{name}": value for name, value in changed.items()}
-    judged = judge_causes(metrics, 1, CauseHistory(), 1.0, mirrors_filter=True)
-    assert list(judged.history.episodes) == [found.name]
+    named = name_causes(metrics, 1, CauseHistory(), 1.0, mirrors_filter=True)
+    assert list(named.history.episodes) == [found.name]
 
 
 def test_every_cause_is_planted_and_healthy_is_silent() -> None:
@@ -220,11 +220,11 @@ def follow(steps: list[dict[str, float]], temperature: float = 1.0) -> list[dict
     history, texts = CauseHistory(), []
     for step, changed in enumerate(steps, 1):
         metrics = {f"{PREFIX}{name}": value for name, value in (HEALTHY | changed).items()}
-        judged = judge_causes(metrics, step, history, temperature)
-        history = judged.history
-        assert judged.has_cause == any(one.is_told and one.last == step for one in history.episodes.values())
-        assert judged.metrics["alerts/cause"] == judged.has_cause
-        texts.append({name: message.text for name, message in judged.messages.items()})
+        named = name_causes(metrics, step, history, temperature)
+        history = named.history
+        assert named.has_cause == any(one.is_told and one.last == step for one in history.episodes.values())
+        assert named.metrics["alerts/cause"] == named.has_cause
+        texts.append({name: message.text for name, message in named.messages.items()})
     return texts
 
 
@@ -250,7 +250,7 @@ def test_a_cause_is_said_in_its_second_step_once_and_again_when_it_has_ended() -
 def test_the_report_says_what_the_alert_said() -> None:
     alert = follow([{}, COOLER, COOLER])[2]["temperature"]
     metrics = {f"{PREFIX}{name}": [HEALTHY[name], *[{**HEALTHY, **COOLER}[name]] * 2] for name in HEALTHY}
-    (said,) = judge_gap(planted(metrics))
+    (said,) = gap_statements(planted(metrics))
     assert alert == f"{said.sentence} (since step 2). {said.next_test}"
 
 
@@ -261,25 +261,25 @@ def test_single_steps_say_nothing() -> None:
 
 def test_the_floor_is_that_of_the_first_two_steps() -> None:
     metrics = {f"{PREFIX}missing_mass": 0.0, f"{PREFIX}logit_noise": 0.04}
-    judged = judge_causes(metrics, 2, CauseHistory(first_noise=(0.02,)), 1.0)
-    assert judged.metrics[f"{PREFIX}logit_noise_floor"] == pytest.approx(0.03)
-    without = judge_causes({f"{PREFIX}logit_noise": 9.0}, 2, CauseHistory(), 1.0)  # no signatures
-    assert without == CauseJudgement(CauseHistory())
-    later = judge_causes({**metrics, f"{PREFIX}logit_noise": 9.0}, 3, judged.history, 1.0)
+    named = name_causes(metrics, 2, CauseHistory(first_noise=(0.02,)), 1.0)
+    assert named.metrics[f"{PREFIX}logit_noise_floor"] == pytest.approx(0.03)
+    without = name_causes({f"{PREFIX}logit_noise": 9.0}, 2, CauseHistory(), 1.0)  # no signatures
+    assert without == NamedCauses(CauseHistory())
+    later = name_causes({**metrics, f"{PREFIX}logit_noise": 9.0}, 3, named.history, 1.0)
     assert later.history.first_noise == (0.02, 0.04)
 
 
 def test_causes_are_followed_over_a_resume() -> None:
     history = CauseHistory({"temperature": CauseEpisode(4, 5)}, (0.02, 0.02))
     metrics = {f"{PREFIX}{name}": value for name, value in (HEALTHY | COOLER).items()}
-    judged = judge_causes(metrics, 6, history, 1.0)
-    message = judged.messages["temperature"]
+    named = name_causes(metrics, 6, history, 1.0)
+    message = named.messages["temperature"]
     assert "(since step 4)" in message.text
     assert message.since_step == 4
     assert message.evidence == pytest.approx(
         {**COOLER, "logit_noise": 0.035, "temperature": 1.0, "other": 1 / 1.111}
     )
-    assert judged.has_cause
+    assert named.has_cause
 
 
 # ---- What must never happen.

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from verl_rc.algorithm.health.ranges import HealthHistory, judge_health
+from verl_rc.algorithm.health.ranges import HealthHistory, range_warnings
 from verl_rc.metrics.bounds import PLAUSIBLE_NOISE
 
 ESS = "rollout_corr/rollout_is_eff_sample_size"  # healthy from 0.5 to 1
@@ -19,8 +19,8 @@ class Monitor:
 
     def observe(self, metrics, step):
         before = self.history
-        complaints, self.history = judge_health(metrics, step, before, **self.options)
-        assert judge_health(metrics, step, before, **self.options) == (
+        complaints, self.history = range_warnings(metrics, step, before, **self.options)
+        assert range_warnings(metrics, step, before, **self.options) == (
             complaints,
             self.history,
         )  # the one before is as it was

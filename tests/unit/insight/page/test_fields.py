@@ -10,7 +10,7 @@ from planted_series import healthy, write_run
 from verl_rc.insight.page import build_page
 from verl_rc.insight.page.fields import fields_panel
 from verl_rc.insight.run_folder import RunData, read_run
-from verl_rc.insight.verdict import judge
+from verl_rc.insight.verdict import verdict_of
 from verl_rc.records.token_records.token_lines import TokenLines
 
 
@@ -63,7 +63,7 @@ def test_an_unknown_trainer_is_told_of_token_records() -> None:
 def test_the_page_has_title_and_names_of_its_trainer(tmp_path: Path) -> None:
     run = read_run(trl_run(tmp_path, entropy=[1.0, 0.5]))
     assert (run.trainer, run.their_names["critic/score/mean"]) == ("TRL", "reward")
-    html = build_page(run, judge(run))
+    html = build_page(run, verdict_of(run))
     assert f"<title>TRL run {tmp_path.stem}: report</title>" in html
     assert '"label":"reward (critic/score/mean)"' in html
     assert '<section id="fields">' in html
@@ -72,13 +72,13 @@ def test_the_page_has_title_and_names_of_its_trainer(tmp_path: Path) -> None:
         r"(?:trainer|algorithm)\.\w+\.?\w*=", html.partition("<main>")[2].partition("<script")[0]
     )
     without = read_run(trl_run(tmp_path / "without"))
-    html = build_page(without, judge(without))
+    html = build_page(without, verdict_of(without))
     assert '<a href="#fields">would record them</a>' in html
 
 
 def test_the_page_of_an_own_run_has_none_of_it(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", healthy()))
-    html = build_page(run, judge(run))
+    html = build_page(run, verdict_of(run))
     assert '<section id="fields">' not in html
     assert "<title>run: report</title>" in html
     assert "algorithm.rollout_correction.diagnostics=full" in html

@@ -26,7 +26,7 @@ from verl_rc.insight.page.page import as_script
 from verl_rc.insight.page.tables import alerts_panel, select_samples
 from verl_rc.insight.page.text import escaped, number
 from verl_rc.insight.run_folder import Alert, HeatMap, ReplayedRecord, SavedSample, Series, read_run
-from verl_rc.insight.verdict import judge
+from verl_rc.insight.verdict import verdict_of
 
 CHARTED = {name.replace("*", "1") for _, specs in PANELS.values() for spec in specs for name in spec.names}
 ASSETS = Path(page_package.__file__).parent / "assets"
@@ -64,7 +64,7 @@ class Elements(HTMLParser):
 
 
 def page_of(run, **options) -> str:
-    return build_page(run, judge(run), **options)
+    return build_page(run, verdict_of(run), **options)
 
 
 def data_of(page: str) -> dict:
@@ -183,7 +183,7 @@ def test_every_number_of_a_chart_is_the_runs():
 
 def test_the_verdict_on_the_page_is_the_one_in_words():
     run = planted({"rollout_corr/misalignment_z": [-30.0] * 40})
-    page, verdict = page_of(run), judge(run)
+    page, verdict = page_of(run), verdict_of(run)
     for text in (
         verdict.headline,
         verdict.progress,
@@ -393,7 +393,7 @@ def test_replays_stand_beside_the_evidence_and_in_the_verdict(tmp_path):
     (folder / "diagnosis.json").write_text(json.dumps({"replayed": [record.as_json()]}))
     run = read_run(folder)
     assert run.replays == [record]
-    verdict = judge(run)
+    verdict = verdict_of(run)
     assert "gap/the trainer scores other inputs or with noise" in verdict.code
     page = build_page(run, verdict)
     assert "0.25 (97%)" in page
@@ -406,5 +406,5 @@ def test_a_damaged_diagnosis_names_no_cause(tmp_path, text):
     folder = write_run(tmp_path / "run", healthy())
     (folder / "diagnosis.json").write_text(text)
     run = read_run(folder)
-    assert judge(run) == judge(replace(run, replays=()))
-    assert "<h3>Replays</h3>" not in build_page(run, judge(run))
+    assert verdict_of(run) == verdict_of(replace(run, replays=()))
+    assert "<h3>Replays</h3>" not in build_page(run, verdict_of(run))

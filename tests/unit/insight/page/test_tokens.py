@@ -18,7 +18,7 @@ from verl_rc.insight.page import build_page
 from verl_rc.insight.page.tokens import rows_that_fit, tokens_panel
 from verl_rc.insight.run_folder import RunData, read_run
 from verl_rc.insight.run_folder.foreign import read_foreign
-from verl_rc.insight.verdict import judge
+from verl_rc.insight.verdict import verdict_of
 
 HOSTILE = "</script><img src=x onerror=\"document.title='hacked'\">"
 
@@ -30,7 +30,7 @@ def run_with(folder: Path, *records: Any, pieces: dict[int, str] | None = None) 
 
 
 def page_of(run: RunData, **options: Any) -> str:
-    return build_page(run, judge(run), **options)
+    return build_page(run, verdict_of(run), **options)
 
 
 def data_of(page: str) -> dict[str, Any]:

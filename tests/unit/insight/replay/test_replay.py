@@ -24,7 +24,7 @@ from verl_rc.insight.diagnosis import DiagnosisRequest, diagnose
 from verl_rc.insight.replay.diagnosis import diagnose_with_replays
 from verl_rc.insight.replay.rows import NothingToReplayError
 from verl_rc.insight.run_folder import read_run
-from verl_rc.insight.verdict import judge
+from verl_rc.insight.verdict import verdict_of
 from verl_rc.records.token_records.token_parquet import read_record, record_files, write_record
 from verl_rc.records.token_records.token_record import FOLDER
 from verl_rc.runtime.checkpoint import CheckpointStore
@@ -134,7 +134,7 @@ def test_old_weights_are_found_and_stand_in_the_report(kept: dict[str, Path]) ->
     assert found.statements[0].evidence["nearest_version"] == 0
     assert [one.best_version for one in found.replayed] == [0, 0]
     assert json.loads((folder / "diagnosis.json").read_text())["statements"][0]["cause"] == OLDER_WEIGHTS.name
-    assert OLDER_WEIGHTS.name in [one.cause for one in judge(read_run(folder)).statements]
+    assert OLDER_WEIGHTS.name in [one.cause for one in verdict_of(read_run(folder)).statements]
 
 
 def test_a_prompt_that_the_trainer_cuts_is_not_reproduced(kept: dict[str, Path]) -> None:

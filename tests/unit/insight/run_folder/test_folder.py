@@ -13,7 +13,7 @@ from recorded_tokens import token_record, write_tokens
 
 from verl_rc.insight.run_folder import NothingToReadError, read_run
 from verl_rc.insight.run_folder.histograms import LOG_RATIO
-from verl_rc.insight.verdict import judge
+from verl_rc.insight.verdict import verdict_of
 from verl_rc.metrics.sinks.local import JsonlSink
 
 SCORE = "critic/score/mean"
@@ -199,13 +199,16 @@ def test_a_part_of_a_run_shows_nothing_of_its_other_steps(tmp_path):
     lines(folder / "histograms.jsonl", first | {"edges": [0.1, 0.2]}, *others)
     write_tokens(folder, [token_record(2), token_record(4)])
     run = read_run(folder, 3, 5)
-    assert judge(run).progress == "The log goes to step 5."
+    assert verdict_of(run).progress == "The log goes to step 5."
     assert [record.step for record in run.replays] == [4]
     assert list(run.heat_map.steps) == [4]
     assert sum(run.heat_map.counts[0]) == 4
     assert run.tokens.steps == [4]
     assert said(run, "Token records of 1 steps were read")
-    assert judge(read_run(folder, 9)).progress == "The run ended after 9 of 9 steps with exit code 1: Ctrl-C."
+    assert (
+        verdict_of(read_run(folder, 9)).progress
+        == "The run ended after 9 of 9 steps with exit code 1: Ctrl-C."
+    )
 
 
 def test_steps_that_are_not_there_are_refused(tmp_path):

@@ -13,7 +13,7 @@ from verl_rc.insight.page import Request, write_report
 from verl_rc.insight.picture import draw_run
 from verl_rc.insight.run_folder import NothingToReadError, RunData, Series, read_run, records
 from verl_rc.insight.run_folder.records import Columns
-from verl_rc.insight.verdict import judge
+from verl_rc.insight.verdict import verdict_of
 from verl_rc.records.token_records.token_parquet import write_record
 
 SECRET = "a-private-text-7f3a"
@@ -175,7 +175,7 @@ def test_the_verdict_on_a_collapse_takes_each_value_a_few_times() -> None:
         run.series = {"critic/score/mean": Series(range(1, steps + 1), values)}
         run._finite = dict(run.series)
         Counted.taken = 0
-        assert "collapse" in judge(run).headline
+        assert "collapse" in verdict_of(run).headline
         return Counted.taken
 
     assert taken(4_000) < 4.5 * taken(1_000)

@@ -15,7 +15,7 @@ from verl_rc.insight.run_folder.profiles import Bar, Profiles
 from verl_rc.insight.run_folder.token_data import TokenData
 from verl_rc.insight.run_folder.token_files import token_source
 from verl_rc.insight.run_folder.tokens import read_tokens
-from verl_rc.insight.verdict.gap import judge_gap
+from verl_rc.insight.verdict.gap import gap_statements
 from verl_rc.records.token_records.token_lines import TokenLines
 from verl_rc.records.token_records.token_parquet import record_path
 
@@ -274,7 +274,7 @@ def test_log_probs_of_the_trainer_that_were_skipped_are_none(tmp_path: Path) -> 
     assert run.tokens is not None
     assert "old_log_prob" not in run.tokens.rows[0].tokens
     assert any("hold no log-probs of the trainer" in note for note in run.notes)
-    (gap,) = judge_gap(run)
+    (gap,) = gap_statements(run)
     assert "its token records lack the trainer's (old_log_prob)" in gap.text
 
 
@@ -299,7 +299,7 @@ def test_raw_log_probs_at_another_temperature_are_said_first(tmp_path: Path) -> 
         tmp_path / "x.jsonl", trainer="mine", temperature=0.7, logprobs_mode="raw_logprobs"
     ) as lines:
         lines.write(1, [1, 1], [-1.0, -2.0], [-1.1, -2.1])
-    first = judge_gap(read_run(tmp_path / "x.jsonl"))[0]
+    first = gap_statements(read_run(tmp_path / "x.jsonl"))[0]
     assert first.cause == "raw log-probs at another temperature"
     assert first.text.startswith("By its records the engine samples at temperature 0.7")
 

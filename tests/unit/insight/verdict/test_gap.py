@@ -25,7 +25,7 @@ from verl_rc.insight.run_folder import Series
 from verl_rc.insight.run_folder.bend import Bend
 from verl_rc.insight.run_folder.foreign import FILE_LOGGER
 from verl_rc.insight.run_folder.token_data import TokenData
-from verl_rc.insight.verdict.gap import checked_rules, invisible_causes, judge_gap
+from verl_rc.insight.verdict.gap import checked_rules, gap_statements, invisible_causes
 from verl_rc.insight.verdict.gap_series import z_of_mean_ratio
 
 K1, K3, CHI2 = "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/chi2_token"
@@ -45,7 +45,7 @@ def with_mean_ratio(ratio: float, deviation: float = 0.1) -> dict[str, list[floa
 
 
 def test_healthy_is_rounding():
-    found = only(judge_gap(planted({})))
+    found = only(gap_statements(planted({})))
     assert (found.cause, found.level, found.row) == ("rounding", "good", 11)
     assert found.evidence["gap"] == pytest.approx(0.02 / math.sqrt(2), rel=0.05)
 
@@ -59,7 +59,7 @@ def test_healthy_is_rounding():
 def test_row_1_numbers_that_are_not_finite(name):
     shares = [0.0] * STEPS
     shares[9] = shares[20] = 0.002
-    found = only(judge_gap(planted({name: shares})))
+    found = only(gap_statements(planted({name: shares})))
     assert (found.cause, found.level, found.confidence, found.row) == (
         "overflow or empty logits",
         "fault",
@@ -73,7 +73,10 @@ def test_row_1_numbers_that_are_not_finite(name):
 
 def test_row_1_once_is_likely():
     shares = [0.0] * (STEPS - 1) + [0.5]
-    assert only(judge_gap(planted({"rollout_corr/nonfinite_token_fraction": shares}))).confidence == "likely"
+    assert (
+        only(gap_statements(planted({"rollout_corr/nonfinite_token_fraction": shares}))).confidence
+        == "likely"
+    )
 
 
 # ---- Rows 4 to 7.
@@ -96,7 +99,7 @@ def test_z_counts_tokens_from_lengths_where_no_ledger_is():
 
 
 def test_row_5_a_sampling_filter_of_the_configuration_is_named_with_the_mass_it_keeps():
-    found = only(judge_gap(planted(with_mean_ratio(0.962), {"actor_rollout_ref.rollout.top_p": 0.95})))
+    found = only(gap_statements(planted(with_mean_ratio(0.962), {"actor_rollout_ref.rollout.top_p": 0.95})))
     assert (found.cause, found.level, found.confidence, found.row) == (
         "sampling filter not mirrored",
         "fault",
@@ -111,19 +114,19 @@ def test_row_5_a_sampling_filter_of_the_configuration_is_named_with_the_mass_it_
 
 def test_a_filter_whose_supports_the_trainer_has_is_not_what_is_missing():
     metrics = with_mean_ratio(0.962) | {"support/unrecorded_ratio": [0.0] * STEPS}
-    found = only(judge_gap(planted(metrics, {"actor_rollout_ref.rollout.top_p": 0.95})))
+    found = only(gap_statements(planted(metrics, {"actor_rollout_ref.rollout.top_p": 0.95})))
     assert (found.cause, found.row) == ("raw log-probs, or not those of the sampled tokens", 7)
     assert "0.9620 instead of 1" in found.text
     assert "top_p" not in found.text
 
 
 def test_rows_4_to_6_without_a_filter_in_the_configuration_are_likely_only():
-    found = only(judge_gap(planted(with_mean_ratio(0.962))))
+    found = only(gap_statements(planted(with_mean_ratio(0.962))))
     assert (found.cause, found.confidence) == ("sampling filter, banned token or raw log-probs", "likely")
 
 
 def test_row_7_more_mass_than_there_is():
-    found = only(judge_gap(planted(with_mean_ratio(1.05))))
+    found = only(gap_statements(planted(with_mean_ratio(1.05))))
     assert (found.cause, found.level, found.row) == (
         "raw log-probs, or not those of the sampled tokens",
         "fault",
@@ -133,24 +136,24 @@ def test_row_7_more_mass_than_there_is():
 
 @pytest.mark.parametrize(("z", "speaks"), [(-7.0, True), (-5.0, False), (7.0, True), (5.0, False)])
 def test_the_bound_of_z(z, speaks):
-    found = judge_gap(planted({Z: [z] * STEPS}))
+    found = gap_statements(planted({Z: [z] * STEPS}))
     assert (only(found).level == "fault") is speaks
 
 
 def test_one_step_beyond_the_bound_is_a_heavy_tail():
     z = [0.5] * STEPS
     z[5], z[12], z[30] = -20.0, 25.0, -9.0
-    assert only(judge_gap(planted({Z: z}))).level == "good"
+    assert only(gap_statements(planted({Z: z}))).level == "good"
     z[6] = -8.0
-    assert only(judge_gap(planted({Z: z}))).level == "fault"
+    assert only(gap_statements(planted({Z: z}))).level == "fault"
 
 
 def test_verl_with_rejection_says_nothing_about_missing_mass():
     rejected = {"rollout_corr/rollout_rs_masked_fraction": [0.1] * STEPS}
-    assert only(judge_gap(planted(with_mean_ratio(0.962) | rejected, source=FILE_LOGGER))).row == 11
-    assert only(judge_gap(planted(with_mean_ratio(0.962), source=FILE_LOGGER))).row == 5
+    assert only(gap_statements(planted(with_mean_ratio(0.962) | rejected, source=FILE_LOGGER))).row == 11
+    assert only(gap_statements(planted(with_mean_ratio(0.962), source=FILE_LOGGER))).row == 5
     assert (
-        only(judge_gap(planted(with_mean_ratio(0.962) | rejected))).row == 5
+        only(gap_statements(planted(with_mean_ratio(0.962) | rejected))).row == 5
     )  # ours measures before rejection
 
 
@@ -163,7 +166,7 @@ def test_verl_with_rejection_says_nothing_about_missing_mass():
 @pytest.mark.parametrize("name", ["logit_noise", "logit_noise_least"])
 def test_noise_that_rounding_makes_in_no_precision(noise, cause, name):
     run = planted({f"{PREFIX}{name}": [noise] * STEPS}, source=FILE_LOGGER)
-    found = only(judge_gap(run))
+    found = only(gap_statements(run))
     assert found.cause == cause
     if cause != "rounding":
         assert "replay" not in found.next_test
@@ -181,7 +184,9 @@ def aged(gaps: dict[int, float], noise: float = 0.05) -> dict[str, list[float]]:
 def test_row_16_the_gap_is_linear_in_age():
     # The specification's k3 at ages 1, 2 and 4, and bf16's floor at age 0.
     found = only(
-        judge_gap(planted(aged({0: 0.014, 1: math.sqrt(8e-4), 2: math.sqrt(2.6e-3), 4: math.sqrt(0.010)})))
+        gap_statements(
+            planted(aged({0: 0.014, 1: math.sqrt(8e-4), 2: math.sqrt(2.6e-3), 4: math.sqrt(0.010)}))
+        )
     )
     assert (found.cause, found.confidence, found.row) == ("staleness", "named", 16)
     assert found.evidence["slope"] == pytest.approx(0.022, rel=0.05)
@@ -214,7 +219,7 @@ def test_row_16_offers_what_the_run_takes(given: str, offered: bool):
     ]
     run += ["actor_rollout_ref.rollout.tensor_model_parallel_size=1", "trainer.device=cpu"]
     settings = dict(leaves_of(public_values(load_run_config(run))))
-    found = only(judge_gap(planted(aged({0: 0.014, 1: 0.05}), settings=settings)))
+    found = only(gap_statements(planted(aged({0: 0.014, 1: 0.05}), settings=settings)))
     assert found.overrides == (("async_training.staleness_threshold=0",) if offered else ())
     if offered:
         load_run_config([*run, *found.overrides])
@@ -225,21 +230,25 @@ def test_row_16_offers_what_the_run_takes(given: str, offered: bool):
 
 def test_verls_runs_are_offered_no_keys_that_verl_lacks():
     for metrics in (aged({0: 0.014, 1: 0.05}), pinned(0.5)):
-        assert only(judge_gap(planted(metrics, source=FILE_LOGGER))).overrides == ()
-    assert only(judge_gap(planted(pinned(0.5)))).overrides == (
+        assert only(gap_statements(planted(metrics, source=FILE_LOGGER))).overrides == ()
+    assert only(gap_statements(planted(pinned(0.5)))).overrides == (
         "actor_rollout_ref.rollout.sync_proof.canary_freq=1",
     )
 
 
 def test_row_16_with_two_ages_is_likely_and_without_growth_silent():
-    assert only(judge_gap(planted(aged({0: 0.014, 1: 0.05})))).confidence == "likely"
-    assert only(judge_gap(planted(aged({0: 0.014, 1: 0.024})))).cause == "rounding"  # below twice the floor
-    assert only(judge_gap(planted(aged({0: 0.014, 1: 0.030})))).cause == "staleness"
-    assert only(judge_gap(planted(aged({1: 0.05})))).cause == "rounding"
+    assert only(gap_statements(planted(aged({0: 0.014, 1: 0.05})))).confidence == "likely"
+    assert (
+        only(gap_statements(planted(aged({0: 0.014, 1: 0.024})))).cause == "rounding"
+    )  # below twice the floor
+    assert only(gap_statements(planted(aged({0: 0.014, 1: 0.030})))).cause == "staleness"
+    assert only(gap_statements(planted(aged({1: 0.05})))).cause == "rounding"
 
 
 def test_row_16_a_gap_that_scatters_more_than_it_grows_is_silent():
-    assert only(judge_gap(planted(aged({0: 0.014, 1: 0.05, 2: 0.014, 3: 0.06}, 0.5)))).cause == "rounding"
+    assert (
+        only(gap_statements(planted(aged({0: 0.014, 1: 0.05, 2: 0.014, 3: 0.06}, 0.5)))).cause == "rounding"
+    )
 
 
 # ---- Row 18.
@@ -254,7 +263,7 @@ def pinned(slope: float, floor: float = 0.014) -> dict[str, list[float]]:
 
 
 def test_row_18_old_weights_from_the_start():
-    found = only(judge_gap(planted(pinned(0.5))))
+    found = only(gap_statements(planted(pinned(0.5))))
     assert (found.cause, found.level, found.confidence, found.row) == (
         "weights never arrive",
         "fault",
@@ -267,19 +276,19 @@ def test_row_18_old_weights_from_the_start():
 
 @pytest.mark.parametrize(("slope", "row"), [(0.15, 18), (0.07, 20)])
 def test_row_18_a_slow_growth_is_not_old_weights(slope, row):
-    assert only(judge_gap(planted(pinned(slope)))).row == row
+    assert only(gap_statements(planted(pinned(slope)))).row == row
 
 
 def test_row_18_says_nothing_of_a_gap_that_stays():
     steady = planted({PPO_KL: [5e-4] * STEPS})
-    assert only(judge_gap(steady)).row == 11
+    assert only(gap_statements(steady)).row == 11
 
 
 @pytest.mark.parametrize(("noise", "row"), [(0.15, 18), (0.6, 20)])
 def test_row_18_needs_a_straight_line(noise, row):
     chance = random.Random(3)
     k3 = [value * (1 + noise * chance.uniform(-1, 1)) ** 2 for value in pinned(0.15)[K3]]
-    assert only(judge_gap(planted(pinned(0.15) | {K3: k3, K1: k3}))).row == row
+    assert only(gap_statements(planted(pinned(0.15) | {K3: k3, K1: k3}))).row == row
 
 
 # ---- Row 19.
@@ -301,11 +310,11 @@ def test_row_16_where_all_tokens_but_those_of_the_first_step_have_one_age():
     series["rollout_corr/age_1_k3_kl"] = Series(list(range(2, STEPS + 1)), [gap**2 for gap in old])
     run = planted({})
     run.series = {**run.series, **series}
-    found = only(judge_gap(run))
+    found = only(gap_statements(run))
     assert (found.cause, found.confidence, found.row) == ("staleness", "likely", 16)
     run.series = {**run.series, "rollout_corr/age_0_k3_kl": Series([1], [0.04**2])}
     run._finite.clear()
-    assert only(judge_gap(run)).row != 16
+    assert only(gap_statements(run)).row != 16
 
 
 def test_row_16_where_the_first_updates_were_the_largest():
@@ -316,12 +325,12 @@ def test_row_16_where_the_first_updates_were_the_largest():
     late = {age: Series([age + 1], [gap**2]) for age, gap in first.items()}
     late[4] = Series(list(range(5, STEPS + 1)), [0.26**2] * (STEPS - 4))
     run.series = {**run.series, **{f"rollout_corr/age_{age}_k3_kl": series for age, series in late.items()}}
-    found = only(judge_gap(run))
+    found = only(gap_statements(run))
     assert (found.cause, found.confidence, found.evidence["oldest"]) == ("staleness", "likely", 4)
 
 
 def test_row_19_the_gap_follows_the_update_before():
-    found = only(judge_gap(planted(late())))
+    found = only(gap_statements(planted(late())))
     assert (found.cause, found.level, found.confidence, found.row) == (
         "one version late",
         "fault",
@@ -331,8 +340,8 @@ def test_row_19_the_gap_follows_the_update_before():
 
 
 def test_row_19_is_silent_for_samples_that_are_said_to_be_old_and_for_other_lags():
-    assert only(judge_gap(planted(late(age=1.0)))).row != 19
-    assert only(judge_gap(planted(late(shift=3)))).row != 19
+    assert only(gap_statements(planted(late(age=1.0)))).row != 19
+    assert only(gap_statements(planted(late(shift=3)))).row != 19
 
 
 def test_row_19_compares_neighbouring_steps_only():
@@ -341,7 +350,7 @@ def test_row_19_compares_neighbouring_steps_only():
         name: Series([2 * step for step in series.steps], series.values)
         for name, series in run.series.items()
     }
-    assert only(judge_gap(run)).row != 19
+    assert only(gap_statements(run)).row != 19
 
 
 @pytest.mark.parametrize(
@@ -359,10 +368,10 @@ def test_row_19_of_single_steps(jumps, height, is_named):
     step."""
     noise = [0.0137 * (height if step in jumps else 1.2 if step > 1 else 1.0) for step in range(STEPS)]
     series = {"rollout_corr/logit_noise": noise, "sync/rollout_gap_mean": [value / 4 for value in noise]}
-    found = only(judge_gap(planted(series)))
+    found = only(gap_statements(planted(series)))
     assert (found.cause == "an update was missed") == is_named
     for name in series:  # where the other one is not known
-        assert only(judge_gap(planted({name: series[name]}))).cause == found.cause
+        assert only(gap_statements(planted({name: series[name]}))).cause == found.cause
     if is_named:
         assert (found.level, found.row, found.evidence["step"]) == ("notice", 19, jumps[0] + 1)
 
@@ -372,7 +381,7 @@ def test_a_jump_that_few_tokens_make_is_no_missed_update():
     noise = [0.051 if step == 9 else 0.01 for step in range(STEPS)]
     size = [0.0075 if step == 9 else 0.0048 for step in range(STEPS)]
     series = {"rollout_corr/logit_noise": noise, "sync/rollout_gap_mean": size}
-    assert only(judge_gap(planted(series))).cause == "rounding"
+    assert only(gap_statements(planted(series))).cause == "rounding"
 
 
 # ---- Rows 11 and 20.
@@ -393,7 +402,7 @@ PRECISIONS = [
 @pytest.mark.parametrize("share", [0.98, 1.02])
 def test_row_20_noise_that_rounding_cannot_make_from_the_first_step_on(settings, bound, share):
     run = planted({"rollout_corr/logit_noise": [share * bound] * STEPS}, settings)
-    found = only(judge_gap(run))
+    found = only(gap_statements(run))
     assert (found.row == 20, found.level == "fault") == (share > 1, share > 1)
     assert ("--replay" in found.next_test) == (share > 1)
 
@@ -401,9 +410,9 @@ def test_row_20_noise_that_rounding_cannot_make_from_the_first_step_on(settings,
 def test_row_20_of_the_start_says_nothing_of_old_samples_nor_of_unknown_precision():
     noise = {"rollout_corr/logit_noise": [2.0] * STEPS}
     aged_noise = noise | {"async/token_age/mean": [1.0] * STEPS}
-    assert only(judge_gap(planted(aged_noise, PRECISIONS[0][0]))).row == 11
-    assert only(judge_gap(planted(noise, {f"{ROLLOUT}.dtype": "auto"}))).row == 11
-    assert only(judge_gap(planted(noise))).row == 11
+    assert only(gap_statements(planted(aged_noise, PRECISIONS[0][0]))).row == 11
+    assert only(gap_statements(planted(noise, {f"{ROLLOUT}.dtype": "auto"}))).row == 11
+    assert only(gap_statements(planted(noise))).row == 11
 
 
 # ---- Row 16, where it is the only one.
@@ -412,10 +421,10 @@ def test_row_20_of_the_start_says_nothing_of_old_samples_nor_of_unknown_precisio
 @pytest.mark.parametrize(("size", "row"), [(0.0, 11), (0.02, 16)])
 def test_what_exact_mode_leaves_of_the_gap_is_staleness(size: float, row: int) -> None:
     gap = {"sync/rollout_gap_mean": [size] * STEPS, "rollout_corr/k3_kl": [size**2] * STEPS}
-    found = only(judge_gap(planted(gap, {"actor_rollout_ref.exact": True})))
+    found = only(gap_statements(planted(gap, {"actor_rollout_ref.exact": True})))
     assert (found.row, found.level) == (row, "notice" if size else "good")
     assert "exact mode leaves no rounding, all of it is staleness" in found.sentence
-    assert "exact mode" not in only(judge_gap(planted(gap, FP32))).sentence
+    assert "exact mode" not in only(gap_statements(planted(gap, FP32))).sentence
 
 
 @pytest.mark.parametrize(("settings", "bound"), PRECISIONS)
@@ -425,20 +434,20 @@ def test_row_20_a_mean_gap_that_rounding_cannot_make(settings, bound, entropy, p
     at most, and by all of it."""
     for share, row in ((0.98, 11), (1.02, 20)):
         gap = {"sync/rollout_gap_mean": [share * part * bound] * STEPS, "actor/entropy": [entropy] * STEPS}
-        found = only(judge_gap(planted(gap, settings)))
+        found = only(gap_statements(planted(gap, settings)))
         assert (found.row, found.level) == (row, "fault" if row == 20 else "good")
         assert found.evidence["gap"] == pytest.approx(share * part * bound)
     once = [0.0] * 9 + [9.0] + [0.0] * (STEPS - 10)
     noise = {"rollout_corr/logit_noise": [0.9 * bound] * STEPS}
-    assert only(judge_gap(planted({"sync/rollout_gap_mean": once} | noise, settings))).row == 11
+    assert only(gap_statements(planted({"sync/rollout_gap_mean": once} | noise, settings))).row == 11
 
 
 def test_row_20_a_mean_gap_of_old_samples_is_a_notice_that_names_their_age():
     gap = {"sync/rollout_gap_mean": [0.3] * STEPS, "async/token_age/mean": [1.0] * STEPS}
-    found = only(judge_gap(planted(gap, PRECISIONS[0][0])))
+    found = only(gap_statements(planted(gap, PRECISIONS[0][0])))
     assert (found.cause, found.level) == (BEYOND_ROUNDING.name, "notice")
     assert "up to 1 steps old" in found.text
-    assert only(judge_gap(planted(gap, {f"{ROLLOUT}.dtype": "auto"}))).row == 11
+    assert only(gap_statements(planted(gap, {f"{ROLLOUT}.dtype": "auto"}))).row == 11
 
 
 @pytest.mark.parametrize("sharpest", [-0.5, 0.3, 2.0, 4.0])
@@ -475,7 +484,7 @@ def drifting(rms: float, noise: float, steps: range = range(STEPS)) -> dict[str,
     ],
 )
 def test_row_17_updates_move_the_policy_away_from_its_samples(rms, noise, names):
-    found = only(judge_gap(planted(drifting(rms, noise), BYPASS)))
+    found = only(gap_statements(planted(drifting(rms, noise), BYPASS)))
     assert (found.row == 17) is names
     if names:
         assert (found.cause, found.level, found.confidence) == ("drift within the step", "notice", "named")
@@ -484,12 +493,12 @@ def test_row_17_updates_move_the_policy_away_from_its_samples(rms, noise, names)
 
 
 def test_row_17_needs_bypass_mode_and_two_steps_in_a_row():
-    assert only(judge_gap(planted(drifting(0.1, 0.02)))).row != 17
-    assert only(judge_gap(planted(drifting(0.1, 0.02, range(7, 8)), BYPASS))).row != 17
-    found = only(judge_gap(planted(drifting(0.1, 0.02, range(7, 9)), BYPASS)))
+    assert only(gap_statements(planted(drifting(0.1, 0.02)))).row != 17
+    assert only(gap_statements(planted(drifting(0.1, 0.02, range(7, 8)), BYPASS))).row != 17
+    found = only(gap_statements(planted(drifting(0.1, 0.02, range(7, 9)), BYPASS)))
     assert (found.row, found.steps) == (17, (8, 9))
     assert (
-        only(judge_gap(planted({K3: [0.005] * STEPS, K1: [0.005] * STEPS}, BYPASS))).row != 17
+        only(gap_statements(planted({K3: [0.005] * STEPS, K1: [0.005] * STEPS}, BYPASS))).row != 17
     )  # no noise to compare with
 
 
@@ -551,7 +560,7 @@ def test_row_18_in_the_real_loop():
         K1: [value**2 for value in k3],
         PPO_KL: [*moved, 0.00191, 0.00074, 0.00037],
     }
-    found = only(judge_gap(planted(metrics | {"sync/rollout_gap_mean": gap})))
+    found = only(gap_statements(planted(metrics | {"sync/rollout_gap_mean": gap})))
     assert (found.cause, found.row) == ("weights never arrive", 18)
 
 
@@ -559,13 +568,13 @@ def test_row_18_in_the_real_loop():
 def test_row_20_is_a_fault_from_four_times_the_first_gap(times, level):
     gap = wave(0.015, 0.0, 8) + wave(0.015 * times, 0.01, STEPS - 8)
     k3 = [value**2 for value in gap]
-    assert only(judge_gap(planted({"sync/rollout_gap_mean": gap, K3: k3, K1: k3}))).level == level
+    assert only(gap_statements(planted({"sync/rollout_gap_mean": gap, K3: k3, K1: k3}))).level == level
 
 
 @pytest.mark.parametrize(("times", "row"), [(1.7, 11), (2.6, 20)])
 def test_row_20_begins_at_twice_the_first_gap(times, row):
     k3 = [value**2 for value in ramp(0.014, 0.014 * times * 1.05)]
-    found = only(judge_gap(planted({K3: k3, K1: k3, PPO_KL: [0.05] * STEPS})))
+    found = only(gap_statements(planted({K3: k3, K1: k3, PPO_KL: [0.05] * STEPS})))
     assert found.row == row
     assert found.level == ("good" if row == 11 else "notice")
 
@@ -574,11 +583,13 @@ def test_row_20_begins_at_twice_the_first_gap(times, row):
 def test_row_20_sees_rare_tokens_that_the_mean_gap_does_not_where_they_are_far_off(last, row):
     k3 = [value**2 for value in ramp(0.014, last)]
     found = only(
-        judge_gap(planted({K3: k3, K1: k3, PPO_KL: [0.05] * STEPS, "sync/rollout_gap_mean": wave(0.015)}))
+        gap_statements(
+            planted({K3: k3, K1: k3, PPO_KL: [0.05] * STEPS, "sync/rollout_gap_mean": wave(0.015)})
+        )
     )
     assert found.row == row
     assert ("(sqrt(k3))" in found.text) == (row == 20)
-    assert "mean |log-ratio|" in only(judge_gap(planted({"sync/rollout_gap_mean": wave(0.015)}))).text
+    assert "mean |log-ratio|" in only(gap_statements(planted({"sync/rollout_gap_mean": wave(0.015)}))).text
 
 
 @pytest.mark.parametrize(
@@ -589,7 +600,7 @@ def test_old_samples_without_versions_are_a_gap_that_has_grown(rise, level):
     real runs one and four updates behind."""
     gap = [*rise, *wave(level, steps=STEPS - 4)]
     series = {K3: [size**2 for size in gap], "sync/rollout_gap_mean": gap}
-    found = only(judge_gap(planted(series)))
+    found = only(gap_statements(planted(series)))
     assert (found.cause, found.level) == ("grown, cause not separable by metrics", "fault")
     assert "record the version of each token" in found.next_test
 
@@ -597,7 +608,9 @@ def test_old_samples_without_versions_are_a_gap_that_has_grown(rise, level):
 def test_a_gap_that_was_nothing_at_the_start_can_grow():
     k3 = [0.0] * 4 + [1e-4] * (STEPS - 4)
     found = only(
-        judge_gap(planted({K3: k3, K1: k3, PPO_KL: [0.05] * STEPS, "sync/rollout_gap_mean": wave(0.015)}))
+        gap_statements(
+            planted({K3: k3, K1: k3, PPO_KL: [0.05] * STEPS, "sync/rollout_gap_mean": wave(0.015)})
+        )
     )
     assert (found.row, found.level) == (20, "fault")
     assert "from 0.0000 to 0.0100" in found.sentence
@@ -605,14 +618,16 @@ def test_a_gap_that_was_nothing_at_the_start_can_grow():
 
 def test_without_a_comparison_nothing_is_said():
     gap = [name for name in healthy() if name.startswith("rollout_corr/")]
-    found = only(judge_gap(planted({}, without=gap)))
+    found = only(gap_statements(planted({}, without=gap)))
     assert (found.level, found.cause) == ("unknown", "not measured")
-    assert "calculate_log_probs" in only(judge_gap(planted({}, without=gap, source=FILE_LOGGER))).sentence
+    assert (
+        "calculate_log_probs" in only(gap_statements(planted({}, without=gap, source=FILE_LOGGER))).sentence
+    )
 
 
 def test_a_mean_gap_alone_is_enough_to_say_how_large_it_is():
     gap = [name for name in healthy() if name.startswith("rollout_corr/")]
-    found = only(judge_gap(planted({"sync/rollout_gap_mean": wave(0.015)}, without=gap)))
+    found = only(gap_statements(planted({"sync/rollout_gap_mean": wave(0.015)}, without=gap)))
     assert found.evidence["gap"] == pytest.approx(0.015, rel=0.05)
 
 
@@ -636,7 +651,7 @@ def test_no_healthy_run_is_called_faulty():
             z.append(heavy_tailed_z(chance))
             moved.append(10 ** chance.uniform(-4, -2.5))
         run = planted({K3: k3, K1: k3, Z: z, PPO_KL: moved})
-        assert [found.cause for found in judge_gap(run) if found.level == "fault"] == [], seed
+        assert [found.cause for found in gap_statements(run) if found.level == "fault"] == [], seed
 
 
 @pytest.mark.parametrize(
@@ -650,7 +665,7 @@ def test_no_healthy_run_is_called_faulty():
 )
 def test_row_26_updates_that_rounding_takes_away(survival, is_named):
     measured = survival + [math.nan] * (STEPS - len(survival))
-    (found,) = judge_gap(planted({"sync/update_survival": measured}))
+    (found,) = gap_statements(planted({"sync/update_survival": measured}))
     assert (found.cause == "updates lost in rounding") == is_named
     if is_named:
         assert (found.level, found.confidence, found.row) == ("notice", "named", 26)
@@ -676,7 +691,7 @@ def test_row_26_updates_that_rounding_takes_away(survival, is_named):
     ],
 )
 def test_row_26_says_what_brings_updates_to_the_engine(settings, override):
-    (found,) = judge_gap(planted({"sync/update_survival": [0.2] * STEPS}, settings))
+    (found,) = gap_statements(planted({"sync/update_survival": [0.2] * STEPS}, settings))
     assert found.overrides == (() if override is None else (override,))
 
 
@@ -717,7 +732,7 @@ def test_no_cause_is_claimed_from_absent_data(data):
     steps = data.draw(st.integers(1, STEPS))
     metrics = {name: values[:steps] for name, values in {**healthy(), **WRONG}.items() if name in kept}
     run = planted(metrics, without=[name for name in healthy() if name not in kept]) if metrics else None
-    for found in judge_gap(run) if run is not None else ():
+    for found in gap_statements(run) if run is not None else ():
         assert any(needed <= kept for needed in NEEDS[found.cause]), found
 
 
@@ -736,7 +751,7 @@ def signed(steps: range, changed: dict[str, float]) -> dict[str, list[float]]:
 
 def test_signatures_name_a_cause_in_neighbouring_steps():
     found = only(
-        judge_gap(planted(signed(range(7, 12), COOLER), {"actor_rollout_ref.rollout.temperature": 0.9}))
+        gap_statements(planted(signed(range(7, 12), COOLER), {"actor_rollout_ref.rollout.temperature": 0.9}))
     )
     assert (found.cause, found.level, found.confidence, found.row, found.steps) == (
         "temperature",
@@ -746,7 +761,7 @@ def test_signatures_name_a_cause_in_neighbouring_steps():
         (7, 11),
     )
     assert "samples at temperature 0.81, the trainer scores at 0.90" in found.text  # 0.9 / (1 + 0.111)
-    assert only(judge_gap(planted(signed(range(7, 8), COOLER)))).row == 11
+    assert only(gap_statements(planted(signed(range(7, 8), COOLER)))).row == 11
 
 
 @pytest.mark.parametrize(
@@ -761,7 +776,7 @@ def test_signatures_name_a_cause_in_neighbouring_steps():
 )
 def test_a_temperature_has_one_slope(slopes, is_one):
     metrics = signed(range(STEPS + 1), COOLER) | {f"{PREFIX}temperature_slope": slopes}
-    found = only(judge_gap(planted(metrics)))
+    found = only(gap_statements(planted(metrics)))
     assert (found.row, found.level, found.cause == "temperature") == (8, "fault", is_one)
     if not is_one:
         assert f"grows from {slopes[0]:.3f} to {slopes[-1]:.3f} over the run" in found.text
@@ -774,7 +789,7 @@ def test_a_temperature_has_one_slope(slopes, is_one):
 def test_a_temperature_is_a_straight_line(bend, is_one):
     run = planted(signed(range(STEPS + 1), COOLER))
     run.tokens = TokenData([1], (), 0, (), None, {}, bend=Bend(*bend))
-    found = only(judge_gap(run))
+    found = only(gap_statements(run))
     assert (found.row, found.cause == "temperature") == (8, is_one)
     assert ("its bend explains 8% more, z -21" in found.text) is not is_one
 
@@ -786,14 +801,17 @@ def test_two_causes_one_after_the_other_are_both_named():
             signed(range(3, 9), {"lag": 1.0}).items(), signed(range(30, 35), COOLER).values(), strict=True
         )
     }
-    assert [(found.row, found.steps) for found in judge_gap(planted(metrics))] == [(2, (3, 8)), (8, (30, 34))]
+    assert [(found.row, found.steps) for found in gap_statements(planted(metrics))] == [
+        (2, (3, 8)),
+        (8, (30, 34)),
+    ]
 
 
 def test_what_cannot_be_told_names_the_key_that_records_it():
     key = "algorithm.rollout_correction.diagnostics=full"
-    assert key in only(judge_gap(planted({}))).text
-    assert "verl_rc would record" in only(judge_gap(planted({}, source=FILE_LOGGER))).text
-    assert "cannot be told" not in only(judge_gap(planted(signed(range(0), {})))).text
+    assert key in only(gap_statements(planted({}))).text
+    assert "verl_rc would record" in only(gap_statements(planted({}, source=FILE_LOGGER))).text
+    assert "cannot be told" not in only(gap_statements(planted(signed(range(0), {})))).text
 
 
 def test_what_was_looked_at_depends_on_what_was_recorded():

@@ -8,7 +8,7 @@ from planted_series import healthy, write_run
 from planted_tokens import FIRST_ID, PLANS, STOP, rows_of
 
 from verl_rc.insight.run_folder import read_run
-from verl_rc.insight.verdict import judge
+from verl_rc.insight.verdict import verdict_of
 from verl_rc.insight.verdict.signatures import signature_causes
 from verl_rc.records.token_records.token_lines import TokenLines
 
@@ -26,7 +26,9 @@ def write_tokens(
 
 
 def causes(path: Path) -> list[tuple[str, str]]:
-    statements = [statement for statement in judge(read_run(path)).statements if statement.topic == "gap"]
+    statements = [
+        statement for statement in verdict_of(read_run(path)).statements if statement.topic == "gap"
+    ]
     return [(statement.cause, statement.confidence) for statement in statements if statement.level == "fault"]
 
 
@@ -50,7 +52,7 @@ def test_what_is_broken_is_named(tmp_path: Path, plan: str, named: list[str]) ->
 
 def test_the_rows_are_named(tmp_path: Path) -> None:
     path = write_tokens(tmp_path / "run.jsonl", "stop token lost, log-probs shifted", stop_token_ids=STOP_IDS)
-    texts = {one.cause: one.text for one in judge(read_run(path)).statements if one.topic == "gap"}
+    texts = {one.cause: one.text for one in verdict_of(read_run(path)).statements if one.topic == "gap"}
     (rows,) = re.findall(r"in step 1 row ([\d, ]+, …)", texts["log-probs of some rows shifted"])
     assert all(int(row) % 3 == 0 for row in rows.split(", ")[:-1])  # every third row lost its stop token
 
@@ -66,7 +68,7 @@ def test_what_was_not_checked_says_what_it_needs(tmp_path: Path) -> None:
     path = write_tokens(tmp_path / "run.jsonl", "stop token lost")
     assert causes(path) == []
     needs = "needs finished, response_ids and the fact stop_token_ids"
-    assert f"finished rows without a stop token (row 21): {needs}" in judge(read_run(path)).unasked
+    assert f"finished rows without a stop token (row 21): {needs}" in verdict_of(read_run(path)).unasked
 
 
 def test_a_floor_is_named_and_nothing_else(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.run_folder.folder import with_tokens
 from verl_rc.insight.run_folder.records import OWN_RUN
 from verl_rc.insight.run_folder.token_files import TokenSource
-from verl_rc.insight.verdict import judge
+from verl_rc.insight.verdict import verdict_of
 from verl_rc.records.token_records.token_rows import record_of_rows
 
 STEPS = (1, 2)
@@ -86,7 +86,7 @@ def metrics_of_the_trainer(rows: Sequence[Row], step: int) -> dict[str, float]:
 
 def first_cause(run: RunData) -> str:
     """The first fault or notice of the gap; else what is said of it."""
-    statements = [statement for statement in judge(run).statements if statement.topic == "gap"]
+    statements = [statement for statement in verdict_of(run).statements if statement.topic == "gap"]
     return next((one for one in statements if one.level in ("fault", "notice")), statements[0]).cause
 
 

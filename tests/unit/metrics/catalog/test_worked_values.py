@@ -25,7 +25,7 @@ from made_samples import sample as made_sample
 from sound_run import sound_run
 from table_engines import FILTER, make_run, sample
 
-from verl_rc.algorithm.health.causes import judge_causes
+from verl_rc.algorithm.health.causes import name_causes
 from verl_rc.algorithm.health.findings import Findings
 from verl_rc.algorithm.health.ranges import CauseEpisode, CauseHistory, HealthHistory
 from verl_rc.algorithm.losses import Aggregation, compute_policy_loss
@@ -1054,7 +1054,7 @@ def the_third_step_of_an_engine_at_another_temperature():
     }
     cooler = under("rollout_corr/", signs)
     history = CauseHistory({"temperature": CauseEpisode(2, 2)}, (0.02, 0.04))
-    return judge_causes(cooler, 3, history, temperature=1.0).metrics, {
+    return name_causes(cooler, 3, history, temperature=1.0).metrics, {
         "alerts/cause": 1,
         "rollout_corr/logit_noise_floor": 0.03,
     }
@@ -1125,7 +1125,7 @@ def judged_canaries(
     with patch("verl_rc.trainer.weights.Publisher._canary_requests", [GenerationRequest([1], 0)]):
         publisher = Publisher(services, SimpleNamespace(canary_gap_limit=None))
         for _ in answers:
-            publisher._judge_canary(1, record)
+            publisher._check_canary(1, record)
     return record.metrics()
 
 

@@ -7,7 +7,7 @@ import torch
 from planted_series import COOLER, SETTINGS, SIGNS, wave
 from planted_series import planted as planted_run
 from research import planted_faults
-from research.planted_faults import ARMS, COMMON, Fault, PlantedEngine, in_fp8, judged, planted
+from research.planted_faults import ARMS, COMMON, Fault, PlantedEngine, in_fp8, outcome_of, planted
 
 from verl_rc.algorithm.health.cause_table import CAUSES
 from verl_rc.config.load import load_run_config
@@ -43,12 +43,12 @@ def test_outcomes(
 ) -> None:
     metrics = {f"rollout_corr/{name}": wave(value) for name, value in (SIGNS | signs).items()}
     monkeypatch.setattr(planted_faults, "read_run", lambda folder: planted_run(metrics, SETTINGS))
-    assert judged(fault, Path("run"), 0) == outcome
+    assert outcome_of(fault, Path("run"), 0) == outcome
 
 
 def test_a_run_that_its_own_checks_end_says_so(tmp_path: Path) -> None:
     (tmp_path / "output.log").write_text("step 1\nverl_rc.LedgerError: the mask must be …\nbye\n")
-    assert judged(ARMS["mask shifted"], tmp_path, 1) == (
+    assert outcome_of(ARMS["mask shifted"], tmp_path, 1) == (
         "stopped by the run itself",
         "verl_rc.LedgerError: the mask must be …",
     )
