@@ -3,12 +3,15 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2MoeForCausalLM
 
 from verl_rc.config.load import load_run_config
 from verl_rc.config.run import RunConfig
 from verl_rc.records.batches import TokenBatch, TrainBatch, positions_mask
+from verl_rc.records.heads import head_column
 from verl_rc.records.ragged import Column, Ragged, Record
 from verl_rc.tensor_ops import placed
 
@@ -96,6 +99,26 @@ def make_train_batch(
         rollout_is_weights=torch.where(response_mask, 2 * torch.rand(rows, 7, generator=generator), 0.0),
         batch_size=[rows],
     )
+
+
+def add_heads(batch: TrainBatch, vocabulary: int, size: int = 4, seed: int = 0) -> None:
+    """Beside each response token the head of a sampler with random log-probs; every fifth has none."""
+    generator = np.random.default_rng(seed)
+    mask, rows = batch.response_mask, []
+    counts = torch.zeros(mask.shape, dtype=torch.int64)
+    for row in range(len(mask)):
+        columns = [torch.empty(0, dtype=torch.int32)]
+        for place in mask[row].nonzero()[:, 0].tolist():
+            if (row + place) % 5 == 0:
+                continue
+            ids = generator.choice(vocabulary, size, replace=False)[None]
+            masses = generator.dirichlet(np.ones(size + 1))[None, :size]
+            column = head_column(ids, np.log(masses))
+            counts[row, place] = int(column.counts[0])
+            columns.append(torch.from_numpy(column.values))
+        rows.append(torch.cat(columns))
+    batch.tokens.head_counts = counts
+    batch.tokens.head_ids = pad_sequence(rows, batch_first=True)
 
 
 def add_supports(batch: TrainBatch, vocabulary: int, seed: int = 0) -> None:

@@ -33,6 +33,8 @@ FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "support_ids": (torch.int32, "BK"),
     "experts_counts": (torch.int64, "BR"),
     "experts_ids": (torch.uint8, "BE"),
+    "head_counts": (torch.int64, "BR"),
+    "head_ids": (torch.int32, "BH"),
     "response_mask": (torch.bool, "BR"),
     "loss_mask": (torch.bool, "BR"),
     "rollout_log_probs": (torch.float32, "BR"),
@@ -65,7 +67,7 @@ FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "scores": (torch.float32, "B"),
 }
 """Dtype and shape of every field; a field has the same dtype and shape in all records."""
-COLUMNS = {"support": "BK", "experts": "BE"}
+COLUMNS = {"support": "BK", "experts": "BE", "head": "BH"}
 """Lists beside the response tokens: the field ``<name>_counts`` holds their lengths; ``<name>_ids``, of the
 shape given here, holds the integers of all lists of a row, concatenated."""
 
@@ -122,17 +124,25 @@ class TokenBatch(TensorClass):
     """uint8 ``[B, E]``, padding on the right: the experts of all layers at each position of the row that the
     engine computed. A token has those of the positions that no token before it has, up to the position that
     predicts it; the first token has those of the prompt. There with ``experts_counts``."""
+    head_counts: Tensor | None = None
+    """int64 ``[B, R]``: number of ``head_ids`` of each token that the policy produced; 0 where they are not
+    recorded, and for all other tokens. There with ``RolloutCorrectionConfig.score_centering``, for the
+    actor's update alone: see ``without``."""
+    head_ids: Tensor | None = None
+    """int32 ``[B, H]``, padding on the right: the sampler's most likely tokens in each token's place, and
+    their log-probs; see ``verl_rc.records.heads``. There with ``head_counts``."""
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""
         _check(self)
 
-    def without_experts(self) -> "TokenBatch":
-        """The same tokens for a model that chooses experts itself."""
-        if self.experts_counts is None:
-            return self
+    def without(self, *columns: str) -> "TokenBatch":
+        """The same tokens without the lists of these names in ``COLUMNS``: for a model that chooses experts
+        itself, or does not read heads."""
         plain = self.clone(recurse=False)
-        plain.experts_counts = plain.experts_ids = None
+        for name in columns:
+            setattr(plain, f"{name}_counts", None)
+            setattr(plain, f"{name}_ids", None)
         return plain
 
     def mask_of_known_distribution(self, response_mask: Tensor) -> Tensor:

@@ -223,7 +223,7 @@ class Publisher:
         if not gaps:
             return
         if self._rollout.enable_rollout_routing_replay:
-            scores = services.actor.compute_log_probs(tokens.without_experts(), limit).result
+            scores = services.actor.compute_log_probs(tokens.without("experts", "head"), limit).result
             own_log_probs = scores.log_probs[inverse]
             gap = LogProbGap.between(own_log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
             assert gap is not None

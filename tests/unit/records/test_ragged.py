@@ -41,6 +41,9 @@ def full_batch() -> TrainBatch:
     batch.tokens.experts_counts = batch.tokens.support_counts.roll(1, dims=0) * (mask > 0)
     sizes = batch.tokens.experts_counts.sum(-1, keepdim=True)
     batch.tokens.experts_ids = torch.where(torch.arange(7) < sizes, ids + 200, 0).to(torch.uint8)
+    batch.tokens.head_counts = 2 * batch.tokens.support_counts
+    sizes = batch.tokens.head_counts.sum(-1, keepdim=True)
+    batch.tokens.head_ids = torch.where(torch.arange(14) < sizes, torch.arange(14, dtype=torch.int32), 0)
     return batch
 
 
@@ -58,9 +61,13 @@ def test_rows_arrive_to_the_bit_and_padded_to_the_longest_of_them() -> None:
         assert values.dtype == sent.dtype
         for place, row in enumerate(ROWS):
             prompt, response = int(batch.tokens.prompt_lengths[row]), LENGTHS[row]
-            support, experts = (
+            support, experts, head = (
                 int(counts[row].sum())
-                for counts in (batch.tokens.support_counts, batch.tokens.experts_counts)
+                for counts in (
+                    batch.tokens.support_counts,
+                    batch.tokens.experts_counts,
+                    batch.tokens.head_counts,
+                )
             )
             where, whence = {
                 "B": (slice(None), slice(None)),
@@ -69,6 +76,7 @@ def test_rows_arrive_to_the_bit_and_padded_to_the_longest_of_them() -> None:
                 "BRW": (slice(0, 3 * response), slice(0, 3 * response)),
                 "BK": (slice(0, support), slice(0, support)),
                 "BE": (slice(0, experts), slice(0, experts)),
+                "BH": (slice(0, head), slice(0, head)),
             }[FIELDS[name][1]]
             assert (values[place].reshape(-1)[where] == sent[row].reshape(-1)[whence]).all(), name
     assert not arrived.response_mask[1].any()

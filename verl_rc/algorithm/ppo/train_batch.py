@@ -138,7 +138,7 @@ def critic_batch(inputs: StepInputs) -> CriticBatch:
     batch, values = inputs.batch, inputs.evaluations.critic_values
     assert values is not None
     return CriticBatch(
-        tokens=batch.tokens.without_experts(),
+        tokens=batch.tokens.without("experts", "head"),
         response_mask=batch.response_mask,
         critic_values=values,
         returns=inputs.returns,

@@ -42,9 +42,13 @@ class SamplingOptions:
     """Largest set of tokens, kept by the filter, that is reported with a sampled token; 0: none."""
     records_experts: bool = False
     """Whether the experts of each token are reported with it."""
+    head_tokens: int = 0
+    """Most likely tokens that are reported with each sampled one, with their log-probs; 0: none."""
 
     @classmethod
-    def for_training(cls, rollout: RolloutConfig, stop_token_ids: tuple[int, ...]) -> "SamplingOptions":
+    def for_training(
+        cls, rollout: RolloutConfig, stop_token_ids: tuple[int, ...], head_tokens: int = 0
+    ) -> "SamplingOptions":
         """Options of training rollouts."""
         return cls(
             rollout.temperature,
@@ -56,6 +60,7 @@ class SamplingOptions:
             rollout.min_p,
             rollout.largest_support,
             rollout.enable_rollout_routing_replay,
+            head_tokens,
         )
 
     @classmethod

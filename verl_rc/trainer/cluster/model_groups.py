@@ -36,11 +36,12 @@ class ActorGroup(RankGroup):
     def compute_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[TokenScores]:
         """Log-probs, entropies and, where needed, sums of squared probabilities and varentropies of all rows,
         each ``[B, R]``, under the current weights."""
-        return self.score("compute_log_probs", tokens, limit).map(lambda scores: TokenScores(*scores))
+        scores = self.score("compute_log_probs", tokens.without("head"), limit)
+        return scores.map(lambda columns: TokenScores(*columns))
 
     def compute_reference_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[Tensor]:
         """Log-probs ``[B, R]`` of all rows with LoRA adapters switched off."""
-        return self.score_one("compute_reference_log_probs", tokens.without_experts(), limit)
+        return self.score_one("compute_reference_log_probs", tokens.without("experts", "head"), limit)
 
     def update(
         self,
@@ -96,7 +97,7 @@ class CriticGroup(RankGroup):
 
     def compute_values(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[Tensor]:
         """Values ``[B, R]`` of all rows."""
-        return self.score_one("compute_values", tokens.without_experts(), limit)
+        return self.score_one("compute_values", tokens.without("experts", "head"), limit)
 
     def update(
         self,
@@ -121,7 +122,7 @@ class FrozenGroup(RankGroup):
             top_tokens = {"top_ids": top[0].long(), "top_log_probs": top[1]} if top else {}
             return TokenScores(log_probs, None, **top_tokens)
 
-        return self.score("compute_log_probs", tokens.without_experts(), limit).map(token_scores)
+        return self.score("compute_log_probs", tokens.without("experts", "head"), limit).map(token_scores)
 
 
 class ReferenceGroup(FrozenGroup):

@@ -93,7 +93,9 @@ class Supply:
         rollout = config.actor_rollout_ref.rollout
         self._requests = GroupRequests(
             services.engines,
-            SamplingOptions.for_training(rollout, services.stop_token_ids),
+            SamplingOptions.for_training(
+                rollout, services.stop_token_ids, config.algorithm.rollout_correction.head_tokens
+            ),
             rollout.n,
             config.trainer.seed,
             converses=rollout.converses,

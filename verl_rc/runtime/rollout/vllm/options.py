@@ -71,8 +71,8 @@ def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -
     # Always set: the model's config.json could name another precision for the engine alone.
     head_dtype = config.actor_rollout_ref.model.head_dtype or "model"
     arguments["hf_overrides"] = {**(arguments.get("hf_overrides") or {}), "head_dtype": head_dtype}
-    if rollout.largest_support:
-        arguments["max_logprobs"] = rollout.largest_support
+    if reported := max(rollout.largest_support, config.algorithm.rollout_correction.head_tokens):
+        arguments["max_logprobs"] = reported
     if rollout.enable_rollout_routing_replay:
         arguments["enable_return_routed_experts"] = True
     exact = config.actor_rollout_ref.exact

@@ -24,6 +24,7 @@ from verl_rc.runtime.rollout.vllm.options import VllmOptions
 from verl_rc.runtime.rollout.vllm.output import expert_lists, parts_of_output
 from verl_rc.runtime.rollout.vllm.process_cleanup import unlink_shared_memory
 from verl_rc.runtime.rollout.vllm.supports import supports
+from verl_rc.runtime.rollout.vllm.top_tokens import TopTokens
 from verl_rc.runtime.weight_sync.manifest import Manifest
 from verl_rc.runtime.weight_sync.proof import LoadReceipt
 from verl_rc.runtime.weight_sync.shared_bucket import BucketHandle
@@ -39,6 +40,7 @@ class _VllmRequest:
     """Version of the weights when it began."""
     num_top_tokens: int
     """Most likely tokens that vLLM reports beside each sampled token."""
+    options: SamplingOptions
     num_unrecorded: int
     """Positions of its context whose experts come with its first token; 0: experts are not recorded."""
 
@@ -97,7 +99,7 @@ class VllmSampler:
             str(key), tokens_input(token_ids, cache_salt=salt), parameters, lora_request=self._adapter
         )
         self._requests[key] = _VllmRequest(
-            internal_id, self.version, parameters.logprobs or 0, num_unrecorded
+            internal_id, self.version, parameters.logprobs or 0, sample.options, num_unrecorded
         )
         return None
 
@@ -155,9 +157,11 @@ class VllmSampler:
         request, number = self._requests[key], self._open[key].number
         columns = {}
         if request.num_top_tokens:
-            columns["support"] = supports(
-                output.token_ids, output.logprobs, number, request.num_top_tokens, self._vocabulary_size
-            )
+            top = TopTokens.from_output(output.token_ids, output.logprobs, number, request.num_top_tokens)
+            if limit := min(request.options.max_kept_tokens, self._vocabulary_size):
+                columns["support"] = supports(output.token_ids, top, number, limit, self._vocabulary_size)
+            if request.options.head_tokens:
+                columns["head"] = top.heads(request.options.head_tokens, number)
         if request.num_unrecorded and output.token_ids:
             columns["experts"] = expert_lists(
                 output.routed_experts, request.num_unrecorded, len(output.token_ids), number
@@ -244,9 +248,12 @@ def sampling_parameters(
         # vLLM's ignore_eos covers the model's EOS, not the tokens listed here.
         stop_token_ids=[] if options.ignore_eos else list(options.stop_token_ids),
         ignore_eos=options.ignore_eos,
-        # The most likely tokens show which support a filter left; greedy sampling has no filter. Flat lists
-        # of numbers replace vLLM's dict and object for each token, which the garbage collector has to walk.
-        logprobs=min(options.max_kept_tokens, vocabulary_size) if options.temperature > 0 else 0,
+        # The most likely tokens show which support a filter left, and are the head; greedy sampling has
+        # neither. Flat lists of numbers replace vLLM's dict and object for each token, which the garbage
+        # collector has to walk.
+        logprobs=max(min(options.max_kept_tokens, vocabulary_size), options.head_tokens)
+        if options.temperature > 0
+        else 0,
         flat_logprobs=True,
         detokenize=False,
         # The default returns every running request at every step.
