@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import add_supports, make_train_batch, ragged, scored, small_run_config, write_small_model
+from small_models import (
+    add_heads,
+    add_supports,
+    make_train_batch,
+    ragged,
+    scored,
+    small_run_config,
+    write_small_model,
+)
 from two_processes import SERVER, free_port
 
 LENGTHS = [7, 2, 5, 0, 1, 6, 7, 3]
@@ -19,6 +27,7 @@ SPLITS: dict[int, list[list[list[int]]]] = {
 }
 BYPASS: Mapping[str, object] = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "sequence"}
 RULE = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.1_10"}
+CENTERED = {"enabled": True, "top_k": 4}
 CORRECTIONS: dict[str, Mapping[str, object]] = {
     "decoupled": {},
     "bypass_reinforce": {**BYPASS, **RULE},
@@ -28,8 +37,12 @@ CORRECTIONS: dict[str, Mapping[str, object]] = {
     "bypass_other_rule": {**BYPASS, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.2"},
     "bypass_other_threshold": {**BYPASS, **RULE, "rollout_rs_threshold": "0.97_1.03"},
     "bypass_no_rule": {**BYPASS},
+    "centered": {"score_centering": CENTERED, "rollout_is": "token"},
+    "bypass_centered": {**BYPASS, "score_centering": CENTERED},
+    "bypass_centered_token_weights": {**BYPASS, "rollout_is": "token", "score_centering": CENTERED},
+    "bypass_ppo_clip_centered": {"bypass_mode": True, **RULE, "score_centering": CENTERED},
     "supports": {},
-    "supports_in_bypass_mode": {**BYPASS, **RULE, "rejection_denominator": "kept"},
+    "kept_sets_in_bypass_mode": {**BYPASS, **RULE, "rejection_denominator": "kept"},
     "kl_cov": {},
     "clip_cov": {},
     "m2po": {},
@@ -84,6 +97,8 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
         # tokens
         if "supports" in name:
             add_supports(batch, worker.model.module.config.vocab_size)
+        if "centered" in name:
+            add_heads(batch, worker.model.module.config.vocab_size)
         if bypass:
             current = scored(worker.compute_log_probs, batch.tokens, [[0, 1, 2, 3, 4, 5, 6, 7]])[0]
             near = current + 0.2 * torch.randn(8, 7, generator=torch.Generator().manual_seed(7))
@@ -153,8 +168,8 @@ def test_a_step_of_adamw_is_the_same(both: tuple[Gradients, Gradients]) -> None:
     assert float((two - one).norm() / one.norm()) <= 1e-4
 
 
-@pytest.mark.parametrize("loss", ["kl_cov", "clip_cov", "m2po", "bapo", "supports"])
-def test_losses_that_look_at_the_mini_batch_or_at_supports_are_no_other_loss(
+@pytest.mark.parametrize("loss", ["kl_cov", "clip_cov", "m2po", "bapo", "supports", "centered"])
+def test_losses_that_look_at_the_mini_batch_or_at_kept_sets_are_no_other_loss(
     both: tuple[Gradients, Gradients], loss: str
 ) -> None:
     one, other = both[1][loss, "token-mean"], both[1]["decoupled", "token-mean"]

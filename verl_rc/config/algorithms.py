@@ -1,5 +1,4 @@
-"""The specification of every policy loss, every average of token losses and every advantage estimator, in one
-place.
+"""The specification of every policy loss, average of token losses and advantage estimator, in one place.
 
 The schema takes its options from here; checks, plan, ``explain`` and documents read the records; ``losses/``
 and ``advantage/`` bind functions to their names. A new loss is an entry here and its function; so is a new
@@ -200,6 +199,11 @@ class LossSpec:
     its absolute value; or nothing."""
     is_loss_mode: bool = True
     """Chosen by ``policy_loss.loss_mode``; False: by ``algorithm.rollout_correction.loss_type``."""
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether a token's share of the loss depends on no other token."""
+        return self.ratio not in ("row", "product") and not self.is_per_row and not self.reads_mini_batch
 
     @property
     def reads_old_log_probs(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from verl_rc.config.algorithm import REWARD_METRICS
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, LOSS_MODES, LOSS_OPTIONS, POLICY_LOSSES
 from verl_rc.config.async_checks import check_async_training
+from verl_rc.config.centering_checks import check_centering
 from verl_rc.config.device_checks import check_device
 from verl_rc.config.distillation_checks import check_distillation
 from verl_rc.config.errors import ConfigError
@@ -523,6 +524,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     check_async_training,
     check_exact_mode,
     check_distillation,
+    check_centering,
     _resuming,
     _alerts,
     _ray,

@@ -20,6 +20,7 @@ from verl_rc.config.rejection_rules import (
 )
 from verl_rc.config.rollout_correction_legacy import import_legacy
 from verl_rc.config.rollout_correction_presets import PRESETS, PresetConstructors, preset_fields
+from verl_rc.config.schema import StrictModel
 
 __all__ = [
     "PRESETS",
@@ -89,6 +90,19 @@ class CorrectionSettings:
         return bool(self.rules) or self.log_veto is not None or self.opsm_threshold is not None
 
 
+class ScoreCenteringConfig(StrictModel):
+    """``algorithm.rollout_correction.score_centering``: the loss of a token less the sampler's expectation of
+    it at that place (arXiv:2609.20807)."""
+
+    enabled: bool = False
+    """Whether the loss is centered."""
+    top_k: int = Field(32, ge=1)
+    """Most likely tokens whose log-probs the engine reports at each place."""
+    tail: Literal["proportional", "none"] = "proportional"
+    """All other tokens: the sampler is taken as proportional to the policy being trained, or they are left
+    out."""
+
+
 class RolloutCorrectionConfig(PresetConstructors):
     """``algorithm.rollout_correction.*``. The default measures the gap and corrects nothing.
 
@@ -138,6 +152,8 @@ class RolloutCorrectionConfig(PresetConstructors):
     ratio as 1, or stop the run."""
     nonfinite_stop_fraction: float = Field(0.01, ge=0, le=1, allow_inf_nan=False)
     """Share of response tokens without a finite log-prob above which the run stops."""
+    score_centering: ScoreCenteringConfig = ScoreCenteringConfig()
+    """The loss less what the sampler expects of it; beside weights and rejection, or alone."""
     max_skipped_updates: int = Field(10, ge=1)
     """Consecutive updates skipped because rejection kept no token, after which the run stops."""
     diagnostics: Literal["core", "full"] = "full"
@@ -224,6 +240,19 @@ class RolloutCorrectionConfig(PresetConstructors):
                 "no proximal one; drop one of them"
             )
         self._check_target_acceptance()
+        if self.score_centering.enabled and self.rollout_is_batch_normalize:
+            raise ValueError(
+                f"{_SECTION}.score_centering.enabled=True cannot go with "
+                f"{_SECTION}.rollout_is_batch_normalize=True: tokens that were not sampled have weights, "
+                "too, but no mean over the batch; drop one of them"
+            )
+        off = ScoreCenteringConfig()
+        if not self.score_centering.enabled and self.score_centering != off:
+            raise ValueError(
+                f"{_SECTION}.score_centering: top_k={self.score_centering.top_k} and "
+                f"tail={self.score_centering.tail} center nothing: enabled is False; pass "
+                f"{_SECTION}.score_centering.enabled=True or drop them"
+            )
         if self.rejection_denominator == "kept" and not self.rejects:
             raise ValueError(
                 f"{_SECTION}.rejection_denominator=kept needs a rejection rule; got rollout_rs=null and no "
@@ -281,6 +310,16 @@ class RolloutCorrectionConfig(PresetConstructors):
     def applies_weights(self) -> bool:
         """Whether weights enter the loss. Else they are reported: its own ratio is current/rollout."""
         return not self.bypass_mode or self.loss_type == "reinforce"
+
+    @property
+    def token_weights(self) -> Threshold | None:
+        """Bounds of the weights of single tokens that enter the loss. None: none do."""
+        return self.weight_threshold() if self.rollout_is == "token" and self.applies_weights else None
+
+    @property
+    def head_tokens(self) -> int:
+        """Most likely tokens that engines report beside each sampled one; 0: none."""
+        return self.score_centering.top_k if self.score_centering.enabled else 0
 
     @property
     def rejects(self) -> bool:

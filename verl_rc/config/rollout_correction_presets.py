@@ -23,6 +23,7 @@ _GEO_VETO: Mapping[str, object] = {
     "rollout_token_veto_threshold": 1e-4,
 }
 _CLIP: Mapping[str, object] = {"bypass_mode": True, "loss_type": "ppo_clip"}
+_CENTERED: Mapping[str, object] = {"score_centering": {"enabled": True}}
 _REINFORCE: Mapping[str, object] = {"bypass_mode": True, "loss_type": "reinforce"}
 
 _WHEN_C1, _WHEN_C2, _WHEN_C3 = "verl, November 2025", "verl, November to December 2025", "verl, December 2025"
@@ -180,6 +181,16 @@ _PAPERS: Mapping[str, Preset] = {
         "weights of a token: the product of the ratios up to it, truncated at 2",
         {"rollout_is": "prefix"},
         "Precup et al. 2000, per-decision importance sampling",
+    ),
+    "score_centering": Preset(
+        "no weights: the loss less what the sampler expects of it, three policies",
+        _CENTERED,
+        "arXiv:2609.20807, score centering",
+    ),
+    "score_centering_token_is": Preset(
+        "token weights truncated at 2, and the weighted loss less what the sampler expects of it",
+        {**_TOKEN, **_CENTERED},
+        "arXiv:2609.20807, score centering with truncated importance sampling",
     ),
     "topr": Preset(
         "two policies: policy gradient; sequence weights, truncated at 1, where the advantage is negative",

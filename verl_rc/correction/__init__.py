@@ -10,11 +10,13 @@ from verl_rc.correction.batch import (
     require_finite,
 )
 from verl_rc.correction.context import SequenceContext
+from verl_rc.correction.correct import bounded
 from verl_rc.correction.metrics import Numbers, bound_for_acceptance
 from verl_rc.correction.statistics import CorrectionStatistics
 from verl_rc.tensor_ops.logprobs import interpolate_proximal
 
 __all__ = [
+    "bounded",
     "CorrectionResult",
     "CorrectionStatistics",
     "NonFiniteLogProbError",

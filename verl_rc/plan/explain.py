@@ -112,12 +112,13 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
         "else",
     )
     yield from _ratio_symbols(plan)
-    if policy.mode != "decoupled" or policy.applies_weights or policy.rejects_tokens:
+    if policy.mode != "decoupled" or policy.applies_weights or policy.rejects_tokens or policy.centering:
         yield (
             "π_roll",
             "rollout policy: the engine, as it reported the log-prob of each token it sampled "
             "(rollout_log_probs); constant",
         )
+    yield from _candidates(policy)
     if policy.has_task_loss:
         yield "A", "advantage (advantages); constant, on all tokens of response_mask, also rejected ones"
     if policy.distillation is not None:
@@ -150,6 +151,19 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
     for mode in sorted(policy.aggregations):
         divisors = AGGREGATIONS[mode].divisors.format(counted=counted, factor=actor.loss_scale_factor)
         yield "", f"{mode}: {divisors}"
+
+
+def _candidates(policy: PolicyPlan) -> Iterator[Row]:
+    if policy.centering is None:
+        return
+    tail = "; all other tokens count as one" if policy.centering.tail == "proportional" else ""
+    ratio = "" if policy.mode == "bypass" else ", with a ratio of 1"
+    yield (
+        "v",
+        f"the {policy.centering.top_k} tokens that π_roll finds most likely in the place of y{tail}. ℓ(v) is "
+        f"ℓ with v for y and the same A{ratio}: so the expected update is 0 where all advantages are equal "
+        "(arXiv:2609.20807)",
+    )
 
 
 def _support(rollout: RolloutConfig) -> Iterator[Row]:
@@ -268,6 +282,8 @@ def _correction(correction: RolloutCorrectionConfig, plan: Plan) -> Iterator[Row
             f"{correction.rollout_opsm_threshold:g}"
         )
     yield "rejection", "; ".join(rules) or "none"
+    if policy.centering is not None:
+        yield "centering", f"by the {policy.centering.top_k} most likely tokens of the engine"
     yield (
         "not finite",
         f"{correction.nonfinite_logprob}; the run stops above {correction.nonfinite_stop_fraction:.0%} of "
@@ -526,6 +542,10 @@ def policy_formula(plan: PolicyPlan) -> str:
     weight = "w · " if plan.applies_weights else ""
     if plan.spec is None:
         return f"{weight}the function {plan.loss}"
+    if plan.centering is not None:
+        of_candidate = "w(v) " if plan.applies_weights else ""
+        term = f"{weight}ℓ(y) − Σ_v π_roll(v) {of_candidate}ℓ(v)"
+        return f"{AGGREGATIONS[plan.aggregation].average_of(f'({term})')}, ℓ = {plan.spec.formula}"
     if plan.spec.is_per_row:
         own_weight = "W · " if plan.applies_weights else ""
         return f"1/S · Σ_rows {own_weight}[{plan.spec.formula}]"

@@ -19,12 +19,14 @@ from verl_rc.algorithm.losses import (
     resolve_policy_loss,
     token_mean,
 )
+from verl_rc.algorithm.losses.centering import SamplerHead, centering_term
 from verl_rc.algorithm.ppo.choices import distillation_loss_name, policy_loss_name
 from verl_rc.config.distillation import DistillationLossConfig
 from verl_rc.config.models import ActorConfig, CriticConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.metrics.mergeable import Mean
 from verl_rc.records.batches import CriticBatch, TokenScores, TrainBatch
+from verl_rc.records.heads import heads
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,19 @@ def policy_objective(
     terms: dict[str, Tensor] = {}
     averages: dict[str, Mean[Tensor]] = {}
     if distillation is None or distillation.use_task_rewards:
-        policy_loss, policy_metrics = resolve_policy_loss(policy_loss_name(config, correction))(inputs)
+        loss_of_tokens = resolve_policy_loss(policy_loss_name(config, correction))
+        policy_loss, policy_metrics = loss_of_tokens(inputs)
+        if correction.score_centering.enabled:
+            term, centering_metrics = centering_term(
+                loss_of_tokens,
+                inputs,
+                sampler_head(batch, current, correction),
+                divides_by_rollout=correction.mode == "bypass",
+                token_weights=correction.token_weights,
+            )
+            policy_loss = policy_loss + term
+            terms["rollout_corr/centering_loss"] = term.detach()
+            averages |= centering_metrics
         losses.append(policy_loss)
         terms["actor/pg_loss"] = policy_loss.detach()
         averages |= policy_metrics
@@ -114,6 +128,17 @@ def policy_objective(
         averages |= divergence_metrics
     terms["actor/loss"] = loss.detach()
     return Objective(loss, terms, averages)
+
+
+def sampler_head(batch: TrainBatch, current: TokenScores, correction: RolloutCorrectionConfig) -> SamplerHead:
+    """The engine's most likely tokens in each token's place, and all others as one where the configuration
+    says so."""
+    counts, values, log_probs = batch.tokens.head_counts, batch.tokens.head_ids, current.candidate_log_probs
+    assert counts is not None
+    assert values is not None
+    assert log_probs is not None
+    head = SamplerHead(heads(counts, values)[1], log_probs)
+    return head.with_tail() if correction.score_centering.tail == "proportional" else head
 
 
 def _top_tokens(

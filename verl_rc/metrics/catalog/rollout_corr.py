@@ -151,6 +151,23 @@ _OUTCOME: tuple[tuple[str, str, Bounds | None], ...] = (
         "upper bound u of the ratio in this step, the lower is 1/u; with rollout_rs_target_acceptance",
         None,
     ),
+    (
+        "centering_head_mass",
+        "mean over the loss mask and updates of the rollout policy's mass on the tokens that center the "
+        "loss; with score_centering, as the two below",
+        None,
+    ),
+    (
+        "centering_loss",
+        "mean over updates of the part of actor/pg_loss that centers it",
+        None,
+    ),
+    (
+        "drift_norm",
+        "mean over the loss mask and updates of the norm of (rollout − current probability) over these "
+        "tokens",
+        None,
+    ),
     ("skipped_updates", "updates skipped because no token of their mini-batch was kept", (0, 0)),
 )
 

@@ -12,7 +12,7 @@ from verl_rc.algorithm.ppo.choices import (
 )
 from verl_rc.config.algorithms import POLICY_LOSSES, EstimatorOption, EstimatorSpec, LossSpec
 from verl_rc.config.distillation import DistillationLossConfig
-from verl_rc.config.rollout_correction import CorrectionMode
+from verl_rc.config.rollout_correction import CorrectionMode, ScoreCenteringConfig
 from verl_rc.config.run import RunConfig
 
 
@@ -30,6 +30,8 @@ class PolicyPlan:
     """Importance weights multiply the token losses."""
     rejects_tokens: bool
     """Rules of rejection can leave out tokens with finite log-probs."""
+    centering: ScoreCenteringConfig | None
+    """The loss of a token less what the sampler expects of it. None: the loss is not centered."""
     counted_tokens: Literal["original", "kept"]
     """Tokens that denominators count: all response tokens, or those that rejection kept."""
     aggregation: str
@@ -78,6 +80,7 @@ def plan_policy(config: RunConfig) -> PolicyPlan:
         mode=correction.mode,
         applies_weights=correction.rollout_is is not None and correction.applies_weights,
         rejects_tokens=correction.rejects,
+        centering=correction.score_centering if correction.score_centering.enabled else None,
         counted_tokens=correction.rejection_denominator,
         aggregation=(spec is not None and spec.aggregation) or actor.loss_agg_mode,
         regulariser_aggregation=actor.loss_agg_mode,

@@ -287,7 +287,7 @@ def asynchrony_warnings(config: RunConfig) -> Iterator[str]:
             f"{options.trigger_parameter_sync_step} steps of a publication."
         )
     corrects = correction.rollout_is is not None or correction.rejects or correction.mode != "decoupled"
-    if options.usual_age >= 1 and not corrects:
+    if options.usual_age >= 1 and not (corrects or correction.score_centering.enabled):
         yield (
             f"{_CORRECTION} corrects nothing, and samples are {options.usual_age} or more steps old. Such "
             "runs lost accuracy from one step on, and broke at eight (docs/evidence.md). Pass "

@@ -19,6 +19,7 @@ from verl_rc.config.models import recomputes_activations
 from verl_rc.config.run import RunConfig
 from verl_rc.metrics import Mean, Metric, Reduction
 from verl_rc.records.batches import TokenBatch, TokenScores, TrainBatch
+from verl_rc.records.heads import heads
 from verl_rc.records.ragged import Column, Ragged
 from verl_rc.runtime.distributed.fsdp import sharding_mesh
 from verl_rc.runtime.distributed.process_group import (
@@ -243,14 +244,18 @@ class PolicyWorker(Learner):
         self, part: TrainBatch, with_entropy: bool = False, with_sum_pi_squared: bool = False
     ) -> TokenScores:
         """Current log-probs of a micro-batch, with gradient; entropies too where the loss needs them, and
-        log-probs of the teacher's most likely tokens where the loss reads them."""
+        log-probs of the teacher's or the sampler's most likely tokens where the loss reads them."""
+        candidate_ids = part.teacher_top_ids
+        if part.tokens.head_counts is not None:
+            assert part.tokens.head_ids is not None
+            candidate_ids, _ = heads(part.tokens.head_counts, part.tokens.head_ids)
         return score_tokens(
             self.model.module,
             part.tokens,
             self._forward,
             with_entropy or self._actor.entropy_coeff != 0,
             with_sum_pi_squared,
-            candidate_ids=part.teacher_top_ids,
+            candidate_ids=candidate_ids,
         )
 
     def _mini_batch_statistics(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from bypass_cases import CASES, case_batch, case_config, case_id
-from small_models import make_train_batch, small_run_config
+from small_models import add_heads, make_train_batch, small_run_config
 from torch import Tensor
 
 from verl_rc.algorithm.losses import Aggregation, MiniBatchStatistics, PolicyLossInputs, mini_batch_statistics
@@ -22,6 +22,7 @@ from verl_rc.algorithm.ppo.objective import policy_objective, statistics_inputs,
 from verl_rc.config.models import ActorConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.records.batches import CriticBatch, TokenScores, TrainBatch
+from verl_rc.records.heads import heads
 
 LENGTHS, REJECTED = [7, 2, 5, 0, 1, 6], (2,)
 
@@ -436,3 +437,87 @@ def test_token_ages_count_from_the_version_given() -> None:
     batch.policy_versions = torch.where(batch.response_mask, 4, -1)
     _, statistics = corrected_current(batch, batch.rollout_log_probs, config, policy_version=6)
     assert statistics.metrics(config)["rollout_corr/token_age_mean"] == 2.0
+
+
+def loss_of_token(config: RolloutCorrectionConfig, advantage: float, log_prob: float, old: float) -> float:
+    """PPO's clip (0.2, dual clip 3), or in bypass mode without it the policy gradient."""
+    if config.named_loss == "reinforce":
+        return -advantage * log_prob
+    ratio = math.exp(log_prob - old)
+    loss = max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2))
+    return min(loss, -3.0 * advantage) if advantage < 0 else loss
+
+
+@pytest.mark.parametrize("tail", ["proportional", "none"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"rollout_is": "token"},
+        {"rollout_is": "sequence"},
+        {"bypass_mode": True},
+        {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token"},
+        {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "sequence"},
+    ],
+    ids=str,
+)
+def test_a_centered_loss_is_that_of_the_token_less_those_of_the_head(
+    fields: dict[str, object], tail: str
+) -> None:
+    """By the definition, token by token and candidate by candidate; its gradient by finite differences."""
+    config = RolloutCorrectionConfig.model_validate(
+        {**fields, "score_centering": {"enabled": True, "top_k": 3, "tail": tail}}
+    )
+    batch = make_train_batch(LENGTHS, REJECTED)
+    add_heads(batch, 29, size=3)
+    assert batch.tokens.head_counts is not None
+    assert batch.tokens.head_ids is not None
+    q_logs = heads(batch.tokens.head_counts, batch.tokens.head_ids)[1].double()
+    generator = torch.Generator().manual_seed(3)
+    log_probs = (batch.old_log_probs + 0.3 * torch.randn(6, 7, generator=generator)).requires_grad_()
+    shares = torch.rand(6, 7, 3, generator=generator)
+    candidates = (0.9 * shares / shares.sum(-1, keepdim=True)).log().requires_grad_()
+    weights = batch.rollout_is_weights
+    assert weights is not None
+    if config.rollout_is is None:
+        batch.rollout_is_weights = None
+
+    def expected(candidates: Tensor, at: Tensor) -> float:
+        """Ratios and weights of candidates are constants ``at`` the policy before a change of it."""
+        total = 0.0
+        for row, column in batch.loss_mask.nonzero().tolist():
+            advantage = float(batch.advantages[row, column])
+            own = 1.0 if config.rollout_is is None else float(weights[row, column])
+            old = float(batch.old_log_probs[row, column])
+            total += own * loss_of_token(config, advantage, float(log_probs[row, column]), old)
+            head = [
+                (float(q), float(p), float(p0))
+                for q, p, p0 in zip(
+                    q_logs[row, column], candidates[row, column], at[row, column], strict=True
+                )
+                if q > -math.inf
+            ]
+            if head and tail == "proportional":
+                masses = [1 - math.fsum(math.exp(one[i]) for one in head) for i in range(3)]
+                if min(masses) > 1e-6:
+                    head.append((math.log(masses[0]), math.log(masses[1]), math.log(masses[2])))
+            for q, p, p0 in head:
+                weight = min(math.exp(p0 - q), 2.0) if config.token_weights is not None else own
+                old = q if config.mode == "bypass" else p0
+                total -= math.exp(q) * weight * loss_of_token(config, advantage, p, old)
+        return total / int(batch.response_mask.sum())
+
+    actor = small_run_config(Path("unused")).actor_rollout_ref.actor
+    totals = Aggregation("token-mean", num_tokens=int(batch.response_mask.sum()), num_sequences=5)
+    scores = TokenScores(log_probs, None, candidate_log_probs=candidates)
+    loss = policy_objective(scores, batch, actor, config, totals).loss
+    now = candidates.detach().double()
+    assert float(loss.detach()) == pytest.approx(expected(now, now), rel=1e-5, abs=1e-6)
+    loss.backward()
+    for place in batch.loss_mask.nonzero()[::4].tolist():
+        for candidate in range(3):
+            step = torch.zeros_like(now)
+            step[(*place, candidate)] = 1e-5
+            slope = (expected(now + step, now) - expected(now - step, now)) / 2e-5
+            assert candidates.grad is not None
+            assert float(candidates.grad[(*place, candidate)]) == pytest.approx(slope, rel=1e-4, abs=1e-6)

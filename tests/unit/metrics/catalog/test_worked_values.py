@@ -60,6 +60,7 @@ from verl_rc.records.batches import (
     TrainBatch,
 )
 from verl_rc.records.episode import Reply
+from verl_rc.records.heads import head_column
 from verl_rc.records.optimizer_step import OptimizerStep
 from verl_rc.records.parts import Sample
 from verl_rc.records.ragged_column import RaggedColumn
@@ -536,6 +537,43 @@ def the_words_that_the_teacher_finds_most_likely():
     masses = {name: value for name, value in found.items() if name.endswith("_mass")}
     assert float(objective.terms["distillation/loss"]) == pytest.approx(math.log(2) / 2)
     return masses, {"distillation/student_mass": 1 / 2, "distillation/teacher_mass": 3 / 4}
+
+
+@example
+def a_loss_that_is_centered():
+    """The engine gives 1/2 to token 3 and 1/4 to token 1, the policy 1/4 to each; the rest is of one other.
+    With an advantage of 2 the term is 2 Σ q log p of the three."""
+    bypass = "algorithm.rollout_correction.bypass_mode=True"
+    reinforce = "algorithm.rollout_correction.loss_type=reinforce"
+    centered = "algorithm.rollout_correction.score_centering.enabled=True"
+    config = load_run_config([*sound_run(), bypass, reinforce, centered])
+    one = torch.tensor([[True, False, False, False]])
+    column = head_column(np.array([[3, 1]]), np.log([[1 / 2, 1 / 4]]))
+    tokens = ROW.clone()
+    tokens.head_counts = torch.tensor([[4, 0, 0, 0]])
+    tokens.head_ids = torch.from_numpy(column.values)[None]
+    batch = TrainBatch(
+        tokens=tokens,
+        response_mask=one,
+        loss_mask=one,
+        old_log_probs=one_row(-5, 0, 0, 0),
+        **OF_ROLLOUTS,
+        advantages=one_row(2, 0, 0, 0),
+        batch_size=[1],
+    )
+    current = TokenScores(one_row(-5, 0, 0, 0), None, candidate_log_probs=torch.full((1, 4, 2), -2 * LN2))
+    correction = config.algorithm.rollout_correction
+    objective = policy_objective(
+        current, batch, config.actor_rollout_ref.actor, correction, Aggregation("token-mean", num_tokens=1)
+    )
+    found = {name: float(one.value) for name, one in objective.averages.items()}
+    found["rollout_corr/centering_loss"] = float(objective.terms["rollout_corr/centering_loss"])
+    expected = {
+        "rollout_corr/centering_head_mass": 1,
+        "rollout_corr/drift_norm": math.sqrt(1 / 16 + 1 / 16),
+        "rollout_corr/centering_loss": 2 * (1 / 2 * -2 * LN2 + 1 / 4 * -2 * LN2 + 1 / 4 * -LN2),
+    }
+    return {name: found[name] for name in expected}, expected
 
 
 @example

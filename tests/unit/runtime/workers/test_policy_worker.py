@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from host_reads import HostReads
-from small_models import make_train_batch, ragged, scored, small_run_config
+from small_models import VOCABULARY, add_heads, make_train_batch, ragged, scored, small_run_config
 
 from verl_rc.algorithm.losses import AGGREGATION_MODES
 from verl_rc.algorithm.ppo.in_actor import Corrected
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.algorithm.ppo.objective import Objective
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.metrics import reduce_metrics
 from verl_rc.records.batches import TrainBatch, positions_mask
 from verl_rc.records.microbatch import MicroBatchLimit, assign_rows
@@ -70,6 +71,29 @@ def test_micro_batches_do_not_change_the_gradient(
     [micro_batches] = assign_rows(batch.tokens.sequence_lengths.tolist(), 1, limit)
     assert len(micro_batches) > 1
     assert_same_gradient(gradient(worker, batch, [*micro_batches, []]), whole)
+
+
+@pytest.mark.parametrize("fields", [{}, {"bypass_mode": True}])
+@pytest.mark.parametrize("rollout_is", [None, "token"])
+def test_a_centered_loss_is_the_same_in_parts_and_padded(
+    worker: PolicyWorker, fields: dict[str, object], rollout_is: str | None
+) -> None:
+    batch = make_train_batch(LENGTHS, REJECTED)
+    add_heads(batch, VOCABULARY)
+    plain, options = worker._correction, worker._forward
+    centering = {"enabled": True, "top_k": 4}
+    loss = {"loss_type": "reinforce"} if fields and rollout_is else {}
+    correction = {**fields, **loss, "rollout_is": rollout_is, "score_centering": centering}
+    worker._correction = RolloutCorrectionConfig.model_validate(correction)
+    whole = gradient(worker, batch, [list(range(len(LENGTHS)))])
+    parts = gradient(worker, batch, [[3, 0], [5], [1, 2, 4], []])
+    worker._forward = ForwardOptions(1.0, remove_padding=False)
+    padded = gradient(worker, batch, [list(range(len(LENGTHS)))])
+    worker._correction, worker._forward = plain, options
+    uncentered = gradient(worker, batch, [list(range(len(LENGTHS)))])
+    assert_same_gradient(parts, whole)
+    assert_same_gradient(padded, whole)
+    assert float((uncentered - whole).norm() / whole.norm()) > 1e-3
 
 
 def test_padding_instead_of_packing_does_not_change_the_gradient(worker: PolicyWorker) -> None:
