@@ -107,7 +107,7 @@ def test_faults_lose_nothing_and_memory_stays_flat(sums: Path, tmp_path: Path) -
         "actor_rollout_ref.rollout.multi_turn.tool_timeout_seconds=10",
         "actor_rollout_ref.actor.optim.lr=1e-9",
     ]
-    run = [sys.executable, str(ROOT / "tests" / "disturbed_run.py")]
+    run = [sys.executable, str(ROOT / "tests" / "helpers" / "faults" / "disturbed_run.py")]
     kills = ["engine", "SIGKILL", "clock", str(SECONDS_BETWEEN_KILLS), "-", "--"]
     environment = marked_environment() | {
         "PYTHON": str(tmp_path / "python"),

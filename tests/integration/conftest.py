@@ -13,7 +13,7 @@ from listening_sockets import family, listening
 from real_runs import left_over_processes, of_folder, train
 from real_steps import RealRun, open_faulty_run
 from small_engines import start_small_engine
-from small_runs import ROOT, SHARE_OF_DIGITS, WITH_EVERYTHING, make_task, run_overrides
+from small_runs import HELPERS, SHARE_OF_DIGITS, WITH_EVERYTHING, make_task, run_overrides
 
 from verl_rc.config.run import RayInitConfig
 from verl_rc.runtime.distributed.child_process import ChildProcess
@@ -104,7 +104,7 @@ def ray_here() -> Iterator[set[tuple[str, str]]]:
         return get_node(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", HELPERS, prepend=os.pathsep)
         patch.setattr(services, "get_node", fails_once)
         start_ray(RayInitConfig(), processes=3)
         assert not failures

@@ -13,7 +13,7 @@ import torch
 from planned_runs import ON_8_GPUS, Given, config_of
 from small_checkpoints import whole
 from small_models import make_train_batch, ragged, small_run_config, write_small_model
-from small_runs import ROOT
+from small_runs import HELPERS, ROOT
 from two_processes import free_port, run_two_ranks
 
 from verl_rc.algorithm.ppo.in_actor import Corrected
@@ -87,9 +87,9 @@ UPDATES = ((16_384, 1), (32_768, 4))
 def updates() -> dict[tuple[int, int], Any]:
     """What each of ``UPDATES`` holds on one rank: four layers of a 7B model on eight ranks, by the project's
     own code on tensors without memory."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), HELPERS])}
     numbers = ["4", *(str(number) for pair in UPDATES for number in pair)]
-    command = [sys.executable, str(ROOT / "tests" / "fake_update.py"), *numbers]
+    command = [sys.executable, str(ROOT / "tests" / "helpers" / "counting" / "fake_update.py"), *numbers]
     answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     lines = answer.stdout.splitlines()[-len(UPDATES) :]
     return {pair: json.loads(line) for pair, line in zip(UPDATES, lines, strict=True)}

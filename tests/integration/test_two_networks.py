@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 def test_ranks_use_the_interface_that_ray_uses(tmp_path: Path) -> None:
     """F1: left to itself, each rank would wait for the other at 127.0.1.1."""
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    program = [sys.executable, str(ROOT / "tests" / "rank_on_node.py")]
+    program = [sys.executable, str(ROOT / "tests" / "helpers" / "runs" / "rank_on_node.py")]
     with network_of(tmp_path, 1, 2) as (_, nodes):
         ranks = [
             node.start(

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """What ``tests/two_nodes.py`` says about each of its cases, in a cluster that asks for a token."""
+    """What ``two_nodes.py`` says about each of its cases, in a cluster that asks for a token."""
     token = tmp_path_factory.mktemp("cluster") / "token"
     token.write_text(secrets.token_hex(32))
     settings = {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
@@ -25,7 +25,7 @@ def report(tmp_path_factory):
     settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = (
         "1"  # tests that ran Ray here kept it to the loopback interface
     )
-    command = [sys.executable, str(ROOT / "tests" / "two_nodes.py")]
+    command = [sys.executable, str(ROOT / "tests" / "helpers" / "runs" / "two_nodes.py")]
     result = subprocess.run(
         command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=900, check=False
     )

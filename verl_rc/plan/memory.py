@@ -65,8 +65,8 @@ _ACTIVATION_BYTES = 34
 section 4, without the attention scores, which fused kernels do not keep)."""
 _RECOMPUTED_BYTES = 86
 """The same of the one layer that a backward pass with checkpointing computes again, and of its gradients:
-measured by fake execution of Qwen2.5-7B (tests/fake_update.py), whose gated MLP is 5.3 times as wide, between
-8k and 32k tokens."""
+measured by fake execution of Qwen2.5-7B (tests/helpers/counting/fake_update.py), whose gated MLP is 5.3 times
+as wide, between 8k and 32k tokens."""
 _WITHOUT_MLP, _MLP_BYTES, _COPY_BYTES = 36, 9.3, 11
 """The same in a layer with experts: without them; for each unit of width that a token takes of them; and for
 each expert that gets a copy of the token. Measured likewise, of layers with 128 experts, between 16k and 98k

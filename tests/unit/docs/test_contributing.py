@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from recipe_arguments import ROOT
+from small_runs import HELPERS, ROOT
 
 _PATCH = re.compile(r"^### (Add [^\n]+)\n(?:(?!^##).)*?^```diff\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PATCHES = dict(_PATCH.findall((ROOT / "CONTRIBUTING.md").read_text()))
@@ -165,7 +165,7 @@ def test_what_they_add_works_and_keeps_the_rules_of_metric_names(tmp_path: Path)
     shutil.copy(ROOT / "pyproject.toml", folder)
     uses = "\n".join(f"exec({use!r}, {{'__name__': {title!r}}})" for title, use in USES.items())
     names = ["-q", "-p", "no:cacheprovider", "tests/architecture/test_metric_names.py"]
-    paths = [str(folder), str(ROOT / "tests"), str(ROOT / "scripts")]
+    paths = [str(folder), str(ROOT / "tests"), HELPERS, str(ROOT / "scripts")]
     result = subprocess.run(
         [sys.executable, "-c", f"{uses}\nimport pytest\nraise SystemExit(pytest.main({names}))"],
         cwd=folder,

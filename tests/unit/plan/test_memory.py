@@ -331,7 +331,7 @@ SHARED = "fsdp_config.ulysses_sequence_parallel_size"
 )
 def test_ranks_that_share_rows_hold_their_part_of_them(shared: int, once: bool, measured: float) -> None:
     """An update of Qwen2.5-7B on 8 ranks with micro-batches of a row of 32,768 tokens, without moments: GiB
-    by fake execution (``tests/fake_update.py 28 32768 1`` and ``4``)."""
+    by fake execution (``tests/helpers/counting/fake_update.py 28 32768 1`` and ``4``)."""
     one_row: Given = {f"{ACTOR}.use_dynamic_bsz": False, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 1}
     given: Given = {**one_row, f"{ACTOR}.{SHARED}": shared, f"{ACTOR}.{ONCE}": once}
     config = config_of({**ON_8_GPUS, **given, "data.max_response_length": 32_768 - 1024})
@@ -348,7 +348,7 @@ def test_ranks_that_share_rows_hold_their_part_of_them(shared: int, once: bool, 
 )
 def test_experts_get_copies_of_their_tokens(tokens: int, once: bool, measured: float, tmp_path: Path) -> None:
     """An update of four layers of Qwen3-30B-A3B on 8 ranks, without moments: GiB by fake execution
-    (``tests/fake_update.py --experts 4 16384 1``)."""
+    (``tests/helpers/counting/fake_update.py --experts 4 16384 1``)."""
     model_config(4, experts=True).save_pretrained(tmp_path)
     shape = ModelShape.from_model_folder(str(tmp_path))
     one_row: Given = {f"{ACTOR}.use_dynamic_bsz": False, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 1}

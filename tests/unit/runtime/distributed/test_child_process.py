@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_runs import HELPERS, ROOT
 
 from verl_rc.runtime.distributed.child_process import ChildProcess, HangError, ProcessLostError, RemoteError
-
-ROOT = Path(__file__).parents[4]
 
 
 @contextmanager
@@ -148,7 +147,7 @@ def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
         f"print(process.call('start_daemon', {str(tmp_path / 'pid')!r}), process.call('pid'), flush=True); "
         "process.ask('hang'); time.sleep(3600)"
     )
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{HELPERS}"}
     with subprocess.Popen(
         [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True
     ) as parent:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from shared_segments import nothing_left_behind
+from small_runs import HELPERS, ROOT
 from weight_borrowers import CPU, Borrower
 
 from verl_rc.runtime.distributed.child_process import ChildProcess
@@ -84,8 +85,7 @@ def test_a_lender_that_is_killed_leaves_no_segment() -> None:
         "from weight_borrowers import Lender; import time; print(Lender().lend([1.0, 2.0]), flush=True); "
         "time.sleep(3600)"
     )
-    root = Path(__file__).parents[4]
-    environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tests'}"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{HELPERS}"}
     with subprocess.Popen(
         [sys.executable, "-c", code],
         env=environment,

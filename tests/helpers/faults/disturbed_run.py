@@ -81,9 +81,6 @@ def disturb(function: str, call: int, when: str, strike: Callable[[], None]) -> 
 if __name__ == "__main__":
     if "ACTOR_WORKER" in os.environ:
         ActorGroup.worker = os.environ["ACTOR_WORKER"]
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            (os.path.dirname(__file__), os.environ.get("PYTHONPATH", ""))
-        )
     words, overrides = sys.argv[1 : sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1 :]
     for start in range(0, len(words), 5):
         victim, signal_name, function, call, when = words[start : start + 5]

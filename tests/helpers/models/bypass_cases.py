@@ -11,7 +11,7 @@ from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.records.batches import TrainBatch
 
 CASES: list[dict[str, Any]] = json.loads(
-    (Path(__file__).parent / "golden" / "bypass_losses.json").read_text()
+    (Path(__file__).parents[2] / "golden" / "bypass_losses.json").read_text()
 )["cases"]
 
 

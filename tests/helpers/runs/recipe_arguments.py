@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "recipes").glob("*.sh"))
 
 

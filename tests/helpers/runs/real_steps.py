@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import ROOT, SHARE_OF_DIGITS, run_overrides
+from small_runs import HELPERS, SHARE_OF_DIGITS, run_overrides
 
 from verl_rc.config.load import load_run_config
 from verl_rc.records.parts import Part, Sample, token_ids
@@ -53,7 +53,7 @@ def open_faulty_run(task: dict[str, Path], folder: Path, *overrides: str) -> Ite
     reward = f"reward.custom_reward_function.path={folder / 'reward.py'}"
     config = load_run_config([*run_overrides(task, folder), reward, *overrides])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=":")
+        patch.setenv("PYTHONPATH", HELPERS, prepend=":")
         patch.setattr(ActorGroup, "worker", "faulty_workers:FaultyPolicyWorker")
         patch.setattr(VllmOptions, "worker", "faulty_workers:FaultyEngine")
         with open_run(

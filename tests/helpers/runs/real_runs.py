@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from small_runs import ROOT
+from small_runs import HELPERS, ROOT
 
 _MARKER = "VERL_RC_TEST_CHILD"
 """Environment variable that everything a run starts inherits."""
@@ -20,7 +20,7 @@ def marked_environment() -> dict[str, str]:
     """What a run is started with, so that its processes can be told from others."""
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), HELPERS)),
         _MARKER: str(os.getpid()),
     }
 
@@ -33,7 +33,7 @@ def train(
     With a folder for ``reads``, its processes write there which keys of the configuration they read
     (tests/recorded_reads).
     """
-    command = [sys.executable, str(ROOT / "tests" / "disturbed_run.py"), *disturbances, "--", *overrides]
+    command = [sys.executable, str(ROOT / "tests" / "helpers" / "faults" / "disturbed_run.py"), *disturbances, "--", *overrides]
     environment = marked_environment()
     if reads is not None:
         path = os.pathsep.join((environment["PYTHONPATH"], str(ROOT / "tests" / "recorded_reads")))

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from verl_rc.config.run import RunConfig
 
-FOLDER = Path(__file__).parent / "verl_recipes"
+FOLDER = Path(__file__).parents[2] / "verl_recipes"
 VERLS_KEYS = sorted(json.loads((FOLDER / "defaults" / "ppo_trainer.json").read_text()))
 EARLIER_KEYS = [
     "actor_rollout_ref.actor.tis_imp_ratio_cap",

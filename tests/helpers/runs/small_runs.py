@@ -1,12 +1,15 @@
 """Model, data and overrides of a complete, very small run; shared by the integration and chaos tests."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import make_tiny_model
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
+HELPERS = os.pathsep.join(str(folder) for folder in sorted((ROOT / "tests" / "helpers").iterdir()))
+"""``PYTHONPATH`` of processes that import these modules."""
 
 SHARE_OF_DIGITS = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
