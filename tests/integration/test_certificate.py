@@ -10,11 +10,11 @@ from small_checkpoints import write_tiny_model
 from torch import Tensor, nn
 from transformers import AutoConfig, GemmaConfig, GemmaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from verl_rc.plan.captured_trainer import CapturedTrainer, ComparedOperation
-from verl_rc.plan.certificate import certify
 from verl_rc.runtime.distributed.child_process import ChildProcess
 from verl_rc.runtime.distributed.process_group import leave_trainer_group
 from verl_rc.runtime.exact import ENGINE_ARGUMENTS, cpu_kernels
+from verl_rc.runtime.exact.captured_trainer import CapturedTrainer, ComparedOperation
+from verl_rc.runtime.exact.certificate import certify
 from verl_rc.runtime.rollout.vllm.options import VllmOptions
 from verl_rc.runtime.workers.environment import engine_environment
 
@@ -51,7 +51,7 @@ def trainer_and_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple
     options = VllmOptions(model, DTYPE, 64, {**ARGUMENTS, **ENGINE_ARGUMENTS["cpu"]}, exact=True)
     environment = engine_environment(num_threads=1, device="cpu", one_node=True)
     engine = ChildProcess(
-        "verl_rc.runtime.rollout.vllm.captured:CapturingEngine", environment, options=options
+        "verl_rc.runtime.exact.captured_engine:CapturingEngine", environment, options=options
     )
     engine.call("sample", PROMPTS, 5, str(file))
     engine.end()

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from verl_rc.plan.captured_trainer import ComparedOperation
 from verl_rc.runtime.distributed.child_process import ChildProcess
 from verl_rc.runtime.exact import ENGINE_ARGUMENTS, capture
+from verl_rc.runtime.exact.captured_trainer import ComparedOperation
 from verl_rc.runtime.rollout.vllm.options import VllmOptions
 from verl_rc.runtime.workers.environment import engine_environment, trainer_environment
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def _exact(options: Options) -> int:
     quieten_libraries()
-    from verl_rc.plan.certificate import certify
+    from verl_rc.runtime.exact.certificate import certify
 
     certificate = certify(options.model, options.dtype, options.prompts, exact=not options.ordinary)
     write_lines(certificate.lines())

@@ -19,9 +19,9 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
-from verl_rc.plan.captured_trainer import CapturedTrainer, ComparedOperation
 from verl_rc.runtime.distributed.process_group import leave_trainer_group
 from verl_rc.runtime.exact import gpu_engine, gpu_kernels
+from verl_rc.runtime.exact.captured_trainer import CapturedTrainer, ComparedOperation
 from verl_rc.runtime.exact.operations import require_batch_invariance
 from verl_rc.runtime.workers.forward import ForwardOptions, score_tokens
 from verl_rc.runtime.workers.language_model import load_causal_lm

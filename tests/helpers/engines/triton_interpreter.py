@@ -21,7 +21,7 @@ from vllm.model_executor.layers import utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from verl_rc.runtime.exact import gpu_engine, gpu_kernels, operations, trainer
-from verl_rc.runtime.rollout.vllm.captured import CapturingEngine
+from verl_rc.runtime.exact.captured_engine import CapturingEngine
 from verl_rc.runtime.rollout.vllm.options import VllmOptions
 
 batch_invariant.num_compute_units = lambda *_: 1

@@ -11,9 +11,9 @@ import torch
 from small_models import write_small_model
 
 from verl_rc import cli
-from verl_rc.plan import certificate
-from verl_rc.plan.captured_trainer import ComparedOperation, compare_rows
-from verl_rc.plan.certificate import Certificate
+from verl_rc.runtime.exact import certificate
+from verl_rc.runtime.exact.captured_trainer import ComparedOperation, compare_rows
+from verl_rc.runtime.exact.certificate import Certificate
 
 ATTENTION, NORM = "model.layers.1.self_attn.attn", "model.norm"
 

@@ -10,11 +10,11 @@ import torch
 from transformers import AutoConfig
 
 from verl_rc.config.models import model_source
-from verl_rc.plan.captured_trainer import ComparedOperation
 from verl_rc.records.tokenize import load_tokenizer
 from verl_rc.runtime.distributed.child_process import ChildProcess, RemoteError
 from verl_rc.runtime.distributed.process_group import trainer_device
 from verl_rc.runtime.exact import ENGINE_ARGUMENTS, capture, fix_summation_order
+from verl_rc.runtime.exact.captured_trainer import ComparedOperation
 from verl_rc.runtime.rollout.vllm.options import VllmOptions
 from verl_rc.runtime.workers.environment import engine_environment, trainer_environment
 from verl_rc.runtime.workers.host import usable_cores
@@ -118,13 +118,13 @@ def certify(model: str, dtype: str, prompts: Path | None = None, exact: bool = T
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/engine.pt"
         engine = ChildProcess(
-            "verl_rc.runtime.rollout.vllm.captured:CapturingEngine",
+            "verl_rc.runtime.exact.captured_engine:CapturingEngine",
             engine_environment(cores, device, one_node=True),
             wait=False,
             options=options,
         )
         trainer = ChildProcess(
-            "verl_rc.plan.captured_trainer:CapturedTrainer",
+            "verl_rc.runtime.exact.captured_trainer:CapturedTrainer",
             trainer_environment(cores, one_node=True),
             wait=False,
             model_path=model_source(model),
