@@ -30,11 +30,6 @@ def check_distillation(config: RunConfig) -> Iterator[str]:
             f"{_LOSS}.loss_mode=forward_kl_topk is of many tokens, no advantage of the sampled one, got "
             f"{_LOSS}.use_policy_gradient=True; pass False, or loss_mode=k1."
         )
-    if loss.loss_mode == "forward_kl_topk" and config.actor_rollout_ref.exact:
-        yield (
-            f"{_LOSS}.loss_mode=forward_kl_topk is not proven with actor_rollout_ref.exact=True; pass "
-            "loss_mode=k3, or drop exact."
-        )
     if loss.use_task_rewards:
         return
     if policy_loss.loss_mode != "vanilla":

@@ -37,6 +37,9 @@ def check_exact_mode(config: RunConfig) -> Iterator[str]:
     }
     if config.async_training.on_update == "keep":
         values["async_training.kv_cache_on_update"] = ("keep", "recompute")
+    loss = config.distillation.distillation_loss
+    if config.distillation.enabled and loss.loss_mode == "forward_kl_topk":
+        values["distillation.distillation_loss.loss_mode"] = (loss.loss_mode, "k3")
     for key, (value, proven) in values.items():
         if value != proven:
             text = "null" if proven is None else proven

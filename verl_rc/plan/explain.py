@@ -15,6 +15,7 @@ from verl_rc.config.rollout import EnvironmentConfig, RolloutConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.plan.run_plan import Phase, Plan, PolicyPlan, UpdateArithmetic, inputs_of_update, plan_of
+from verl_rc.runtime.exact import what_it_means
 
 PLAN_FILE = "plan.txt"
 _WIDTH = 118
@@ -40,11 +41,6 @@ _GRADIENT_SUMS = {
 """Sentences by the value of ``use_no_sync_for_gradient_accumulation``."""
 
 
-_EXACT_MODE = (
-    "engine, actor and reference compute the same bits; a step in which a token of the actor's own weights "
-    "differs ends the run, and what is left of the gap is staleness alone"
-)
-_EXACT_ON_GPUS = "; on a GPU it was never run: try verl-rc exact MODEL there first"
 _AGENT = "verl_rc.runtime.rollout.environments.agent:Agent"
 _REWARDS = {
     "turns": "what the environment gives each turn, at the turn's last token",
@@ -479,8 +475,7 @@ def _batch(config: RunConfig, plan: Plan) -> Iterator[str]:
     if config.actor_rollout_ref.model.head_dtype is not None:
         yield "  logits: products in float32, in actor, reference and engines"
     if config.actor_rollout_ref.exact:
-        untried = "" if config.trainer.device == "cpu" else _EXACT_ON_GPUS
-        yield from _wrapped("  exact mode: ", _EXACT_MODE + untried)
+        yield from _wrapped("  exact mode: ", what_it_means(config.trainer.device))
     yield f"  training steps: {steps}"
 
 

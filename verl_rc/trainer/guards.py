@@ -1,20 +1,16 @@
 """Checks before an update: tokens are those sampled, the mismatch is within its limit, the reward has not
 collapsed."""
 
-import shlex
-
 import torch
-from torch import Tensor
 
 from verl_rc.algorithm.health.findings import Findings
 from verl_rc.algorithm.health.guards import RewardHistory
 from verl_rc.algorithm.ppo.train_batch import StepInputs
-from verl_rc.config.run import AlertAction, AlertsConfig, RunConfig
+from verl_rc.config.run import AlertAction, AlertsConfig
 from verl_rc.metrics import Metric, Reduction
 from verl_rc.metrics.sinks import Tracker
-from verl_rc.records.batches import RolloutBatch, TrainBatch
+from verl_rc.records.batches import TrainBatch
 from verl_rc.records.fingerprints import require_sampled_tokens
-from verl_rc.runtime.exact.demand import require_equal
 from verl_rc.trainer.step_record import Step, StepRecord
 from verl_rc.trainer.stop import StopRequest
 
@@ -133,18 +129,6 @@ class Guards:
         if action == "save_and_stop":
             self._stop.request(f"{title} at step {step}: {text}")
         return action == "warn"
-
-
-def require_exact(
-    config: RunConfig, train_log_probs: Tensor, rollouts: RolloutBatch, version: int, source: str
-) -> None:
-    """In exact mode, raise ``InexactError`` unless log-probs ``[B, R]`` that the trainer computed with the
-    weights of ``version`` are those of the engine, for every token that was sampled with these."""
-    policy = config.actor_rollout_ref
-    if policy.exact:
-        certificate = f"verl-rc exact {shlex.quote(policy.model.path)} --dtype {policy.rollout.dtype}"
-        mask = rollouts.response_mask & (rollouts.policy_versions == version)
-        require_equal(train_log_probs, rollouts.rollout_log_probs, mask, source, certificate)
 
 
 def withhold(batch: TrainBatch, record: StepRecord) -> None:

@@ -16,9 +16,9 @@ from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.records.batches import PolicyEvaluations, RolloutBatch, TrainBatch
 from verl_rc.records.optimizer_step import OptimizerStep
 from verl_rc.records.scored_batch import ScoredBatch
+from verl_rc.runtime.exact.demand import require_exact
 from verl_rc.runtime.rollout.sampling import request_seed
 from verl_rc.runtime.workers.updates import ActorReport, UpdateRequest
-from verl_rc.trainer.guards import require_exact
 from verl_rc.trainer.services import Services
 from verl_rc.trainer.step_record import Step, StepRecord
 
@@ -90,16 +90,17 @@ def _proximal_policy(services: Services, rollouts: RolloutBatch, step: Step) -> 
 
     Raises ``InexactError`` when they differ from the engine's in exact mode.
     """
+    policy = services.config.actor_rollout_ref
     is_read = step.mode.evaluates_proximal(step.number)
-    if not is_read and not services.config.actor_rollout_ref.exact:
+    if not is_read and not policy.exact:
         return {}
     scores = step.record.timed(
         "old_log_prob",
         services.actor.compute_log_probs,
         rollouts.tokens,
-        log_prob_limit(services.config.actor_rollout_ref.rollout),
+        log_prob_limit(policy.rollout),
     )
-    require_exact(services.config, scores.log_probs, rollouts, step.number - 1, f"step {step.number}")
+    require_exact(policy, scores.log_probs, rollouts, step.number - 1, f"step {step.number}")
     if not is_read:  # they were compared, no more
         return {}
     return {

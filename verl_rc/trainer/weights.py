@@ -16,6 +16,7 @@ from verl_rc.records.parts import Sample
 from verl_rc.records.rollout_batch import build_rollout_batch, check_versions
 from verl_rc.runtime.checkpoint import RunState
 from verl_rc.runtime.distributed.child_process import RemoteError
+from verl_rc.runtime.exact.demand import require_exact
 from verl_rc.runtime.rollout.engine import Interrupted
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.runtime.weight_sync.proof import LogProbGap, check_receipts
@@ -23,7 +24,6 @@ from verl_rc.runtime.weight_sync.sender import SendReceipt
 from verl_rc.trainer.cluster.engine_group import EngineReplacer, EnginesLostError
 from verl_rc.trainer.cluster.engine_work import Request
 from verl_rc.trainer.cluster.weight_transport import Receipts
-from verl_rc.trainer.guards import require_exact
 from verl_rc.trainer.log import log
 from verl_rc.trainer.services import Services
 from verl_rc.trainer.step_record import StepRecord
@@ -211,7 +211,7 @@ class Publisher:
         parts = zip(log_probs.split(len(prompts)), rollouts.split(len(prompts)), strict=True)
         for engine, (train_log_probs, part) in enumerate(parts):
             source = f"canary tokens of rollout engine {engine} at weight version {version}"
-            require_exact(services.config, train_log_probs, part, version, source)
+            require_exact(services.config.actor_rollout_ref, train_log_probs, part, version, source)
             gap = LogProbGap.between(train_log_probs, part.rollout_log_probs, part.response_mask)
             if gap is None:
                 nonfinite += int(part.response_mask.sum())

@@ -17,14 +17,12 @@ from verl_rc.algorithm.health.ranges import HealthHistory
 from verl_rc.algorithm.health.signature_causes import RAW_OR_OTHER_TOKENS
 from verl_rc.algorithm.ppo.in_actor import Measured
 from verl_rc.algorithm.ppo.train_batch import StepInputs
-from verl_rc.config.run import RunConfig
 from verl_rc.metrics.sinks import AlertCause
-from verl_rc.records.batches import RolloutBatch, TokenBatch, TrainBatch
+from verl_rc.records.batches import TokenBatch, TrainBatch
 from verl_rc.records.fingerprints import TokensChangedError, fingerprints
 from verl_rc.runtime.checkpoint import RunState
-from verl_rc.runtime.exact import InexactError
 from verl_rc.runtime.weight_sync.proof import GapLimit, LogProbGap
-from verl_rc.trainer.guards import Guards, require_exact, withhold
+from verl_rc.trainer.guards import Guards, withhold
 from verl_rc.trainer.judge import judge, warn_of_ranges
 from verl_rc.trainer.services import Services
 from verl_rc.trainer.step_record import Step, StepRecord
@@ -260,26 +258,3 @@ def test_a_withheld_batch_is_booked() -> None:
     record.ledger.add_sampled(tokens=5)
     withhold(make_batch(), record)
     assert record.ledger.balanced_metrics()["ledger/withheld_tokens"] == 5
-
-
-@pytest.mark.parametrize("exact", [True, False])
-def test_exact_mode_compares_the_tokens_of_the_trainers_own_weights(exact: bool) -> None:
-    policy = SimpleNamespace(
-        exact=exact, model=SimpleNamespace(path="a model"), rollout=SimpleNamespace(dtype="float32")
-    )
-    config = cast(RunConfig, SimpleNamespace(actor_rollout_ref=policy))
-    train, versions = torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[3, 4, -1]])
-    mask = torch.tensor([[True, True, False]])
-
-    def require(rollout: list[float]) -> None:
-        batch = SimpleNamespace(
-            response_mask=mask, policy_versions=versions, rollout_log_probs=torch.tensor([rollout])
-        )
-        require_exact(config, train, cast(RolloutBatch, batch), 4, "step 5")
-
-    require([-1.5, -2.0, 9.0])
-    if not exact:
-        require([-1.5, float("nan"), 9.0])
-        return
-    with pytest.raises(InexactError, match=r"1 of 1 tokens differ, .* verl-rc exact 'a model' --dtype float"):
-        require([-1.5, -2.5, 9.0])

@@ -9,7 +9,6 @@ from verl_rc.config.run import RunConfig
 from verl_rc.records.batches import TokenBatch
 from verl_rc.runtime.workers.forward import ForwardOptions, score_tokens
 from verl_rc.runtime.workers.language_model import load_causal_lm, torch_dtype
-from verl_rc.runtime.workers.operations import operations
 
 _ROWS_AT_ONCE = 16
 
@@ -26,7 +25,7 @@ class TrainerReplay:
             dtype,
             trust_remote_code=policy.model.trust_remote_code,
             head_dtype=policy.model.head_dtype,
-            operations=operations(policy.exact, dtype),
+            exact_dtype=dtype if policy.exact else None,
         )
         self._model.eval()
         self._options = ForwardOptions(policy.rollout.temperature, policy.model.use_remove_padding)

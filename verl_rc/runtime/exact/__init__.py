@@ -37,6 +37,15 @@ EXACT_ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
 of rows."""
 
 
+def what_it_means(device: str) -> str:
+    """A sentence about a run in exact mode on ``device``."""
+    untried = "" if device == "cpu" else "; on a GPU it was never run: try verl-rc exact MODEL there first"
+    return (
+        "engine, actor and reference compute the same bits; a step in which a token of the actor's own "
+        f"weights differs ends the run, and what is left of the gap is staleness alone{untried}"
+    )
+
+
 def fix_summation_order(device: str) -> None:
     """Set the ``EXACT_ENVIRONMENT`` of ``device`` for this process and its children; the user's values stay.
 
@@ -45,6 +54,12 @@ def fix_summation_order(device: str) -> None:
     """
     for name, value in EXACT_ENVIRONMENT[device].items():
         os.environ.setdefault(name, value)
+
+
+def summation_order() -> dict[str, str]:
+    """Variables of ``EXACT_ENVIRONMENT`` that this process has, for processes on other nodes."""
+    names = [name for variables in EXACT_ENVIRONMENT.values() for name in variables]
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 class InexactError(RuntimeError):

@@ -1,6 +1,6 @@
 """The trainer's side of a certificate: what it computes of an engine's tokens, operation by operation."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -17,7 +17,6 @@ from verl_rc.runtime.exact import capture
 from verl_rc.runtime.workers.environment import LOOPBACK
 from verl_rc.runtime.workers.forward import ForwardOptions, packed_logits, score_tokens
 from verl_rc.runtime.workers.language_model import load_causal_lm
-from verl_rc.runtime.workers.operations import operations
 
 _CAPTURED_ATTENTION = "verl_rc_captured"
 _FUSED_LAYERS = {
@@ -58,11 +57,11 @@ class CapturedTrainer:
         compute_dtype: torch.dtype = getattr(torch, dtype)
         self._device = trainer_device("auto")
         mesh = join_trainer_group(RankAddress(0, 1, LOOPBACK, listen(LOOPBACK)), self._device)
-        model_operations = operations(exact, compute_dtype)
-        attention = AttentionInterface()[model_operations.attention]
+        self.model = load_causal_lm(model_path, torch.float32, exact_dtype=compute_dtype if exact else None)
+        config: Any = self.model.config
+        attention = AttentionInterface()[config._attn_implementation]
         AttentionInterface.register(_CAPTURED_ATTENTION, self._with_captured_rotary(attention))
-        model_operations = replace(model_operations, attention=_CAPTURED_ATTENTION)
-        self.model = load_causal_lm(model_path, torch.float32, operations=model_operations)
+        config._attn_implementation = _CAPTURED_ATTENTION
         shard_model(self.model, mesh, compute_dtype)
         self.model.eval()
         self._captured: dict[str, list[Tensor]] = {}

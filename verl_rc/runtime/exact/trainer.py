@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from verl_rc.runtime.exact import InexactError, fix_summation_order
 from verl_rc.runtime.exact.capture import ACTIVATION
@@ -21,6 +22,7 @@ from verl_rc.tensor_ops.masked import row_slices
 
 Attention = Callable[..., tuple[Tensor, None]]
 """An attention function of transformers' ``AttentionInterface``."""
+_EXACT_ATTENTION = "verl_rc_exact"
 
 
 def exact_attention(ordinary: Attention) -> Attention:
@@ -81,11 +83,16 @@ def exact_scores(
 
 
 def use_engine_operations(model: nn.Module, compute_dtype: torch.dtype) -> nn.Module:
-    """Replace linear layers, activations and, on a GPU, norms by the engine's; returns ``model``.
+    """Replace attention, linear layers, activations and, on a GPU, norms by the engine's; returns ``model``.
 
-    ``compute_dtype``: the precision of its products. Raises ``InexactError`` where this device's products
-    depend on the batch, or where a norm multiplies by 1 + weight on a GPU.
+    ``compute_dtype``: the precision of its products. Raises ``InexactError`` where exact mode does not
+    support the installed vLLM, where this device's products depend on the batch, or where a norm multiplies
+    by 1 + weight on a GPU.
     """
+    config: Any = model.config
+    ordinary = AttentionInterface()[config._attn_implementation]
+    AttentionInterface.register(_EXACT_ATTENTION, exact_attention(ordinary))
+    config._attn_implementation = _EXACT_ATTENTION
     kernels = device_module("kernels")
     fix_summation_order(kernels.DEVICE)
     layers: list[Any] = [module for module in model.modules() if type(module) is nn.Linear]

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-from verl_rc.runtime.exact import EXACT_ENVIRONMENT
+from verl_rc.runtime.exact import summation_order
 
 _QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
@@ -38,9 +38,7 @@ def trainer_environment(num_threads: int, one_node: bool) -> dict[str, str]:
 
 def _threads(count: int) -> dict[str, str]:
     # In exact mode all nodes choose the kernels of a sum alike.
-    names = [name for variables in EXACT_ENVIRONMENT.values() for name in variables]
-    kernels = {name: os.environ[name] for name in names if name in os.environ}
-    return {"OMP_NUM_THREADS": str(count), **_overridable(SLEEP_WHILE_WAITING), **kernels}
+    return {"OMP_NUM_THREADS": str(count), **_overridable(SLEEP_WHILE_WAITING), **summation_order()}
 
 
 def _overridable(defaults: Mapping[str, str]) -> dict[str, str]:

@@ -15,9 +15,9 @@ from verl_rc.config.models import model_source, torch_name
 from verl_rc.config.run import FSDP_SECTIONS, RunConfig
 from verl_rc.runtime.distributed.fsdp import cut_parameters
 from verl_rc.runtime.distributed.process_group import DeviceMesh
+from verl_rc.runtime.exact.trainer import exact_scores, use_engine_operations
 from verl_rc.runtime.workers.attention import PACKED_ATTENTION, attention_problem
 from verl_rc.runtime.workers.experts import experts_problem
-from verl_rc.runtime.workers.operations import Operations
 from verl_rc.runtime.workers.scoring_head import add_scoring
 
 _NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -37,23 +37,26 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     mesh: DeviceMesh | None = None,
     head_dtype: str | None = None,
-    operations: Operations = Operations(),  # noqa: B008  (it cannot be changed)
+    exact_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Load a Hugging Face causal language model that takes packed input and scores tokens, with logits in
-    ``head_dtype`` (None: ``dtype``), by ``operations``.
+    ``head_dtype`` (None: ``dtype``).
 
+    ``exact_dtype`` is the precision of its products in exact mode. None means an ordinary run.
     With ``mesh``, each rank reads its shards alone, and ``shard_model`` must follow before a forward pass.
 
     Raises ``ValueError`` when ``path`` looks like a folder but holds no model, or when the logits are not
     computed by a linear layer.
     """
     source, arguments = _model_source(path, dtype, trust_remote_code)
-    arguments["attn_implementation"] = operations.attention
+    arguments["attn_implementation"] = PACKED_ATTENTION
     with _reading_shards(mesh) as sharding:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(source, **arguments, **sharding)
     precision = None if head_dtype is None else torch_dtype(head_dtype)
-    model = add_scoring(_with_checkpointing(model, gradient_checkpointing), precision, operations.score)
-    return operations.exchange_layers(model)
+    model = _with_checkpointing(model, gradient_checkpointing)
+    if exact_dtype is None:
+        return add_scoring(model, precision)
+    return add_scoring(use_engine_operations(model, exact_dtype), precision, exact_scores)
 
 
 def load_value_model(

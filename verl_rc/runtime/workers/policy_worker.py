@@ -47,7 +47,6 @@ from verl_rc.runtime.workers.micro_batches import (
     score_sequences,
     select_sequences,
 )
-from verl_rc.runtime.workers.operations import operations
 from verl_rc.runtime.workers.router_replay import RouterReplay
 from verl_rc.runtime.workers.sharded_model import FrozenModel, Learner, LearningModel
 from verl_rc.runtime.workers.updates import ActorReport, UpdateRequest
@@ -90,7 +89,7 @@ class PolicyWorker(Learner):
             model_config.trust_remote_code,
             shards,
             model_config.head_dtype,
-            operations(config.actor_rollout_ref.exact, torch_dtype(fsdp.dtype)),
+            torch_dtype(fsdp.dtype) if config.actor_rollout_ref.exact else None,
         )
         is_replayed = config.actor_rollout_ref.rollout.enable_rollout_routing_replay
         replay = RouterReplay(module) if is_replayed else None
@@ -342,7 +341,7 @@ class FrozenWorker:
             trust_remote_code=model.trust_remote_code,
             mesh=mesh,
             head_dtype=model.head_dtype,
-            operations=operations(config.actor_rollout_ref.exact, torch_dtype(fsdp.dtype)),
+            exact_dtype=torch_dtype(fsdp.dtype) if config.actor_rollout_ref.exact else None,
         )
         self.model = FrozenModel(module, mesh, fsdp)
         self._top_tokens = config.distillation.top_tokens if self.role == "teacher" else 0

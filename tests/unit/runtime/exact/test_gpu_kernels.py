@@ -2,6 +2,7 @@
 
 import inspect
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from vllm.model_executor.determinism import batch_invariant, batch_invariant_con
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from verl_rc.runtime.exact import ENGINE_ARGUMENTS, EXACT_ENVIRONMENT, InexactError, gpu_kernels, trainer
+from verl_rc.runtime.workers.attention import PACKED_ATTENTION
 
 
 def test_vllm_takes_what_it_is_given() -> None:
@@ -50,7 +52,10 @@ def test_a_norm_that_adds_one_to_its_weight_is_refused(monkeypatch: pytest.Monke
     class GemmaNorm(torch.nn.Module):
         eps = 1e-6
 
+    for name, value in EXACT_ENVIRONMENT["cuda"].items():
+        monkeypatch.setenv(name, value)
     model = torch.nn.ModuleDict({"norm": GemmaNorm()})
+    model.config = SimpleNamespace(_attn_implementation=PACKED_ATTENTION)
     monkeypatch.setattr(trainer, "device_module", lambda part: gpu_kernels)
     with pytest.raises(InexactError, match="but norm is a GemmaNorm"):
         trainer.use_engine_operations(model, torch.float32)
