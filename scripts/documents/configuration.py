@@ -65,7 +65,7 @@ OWN_SECTIONS = (
     "trainer.token_records",
 )
 """Sections without a key of verl."""
-OWN_LOSSES = ("bapo", "m2po", "prime_rl", "vespo")
+OWN_LOSSES = ("bapo", "m2po", "prime_rl")
 """Losses with options that verl lacks."""
 _REFERENCE_HEAD = """\
 # Every key of python -m verl_rc.main_ppo with its default and what it means: a list to copy from. Values here are the

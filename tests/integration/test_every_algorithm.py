@@ -58,10 +58,7 @@ FURTHER = {
     "gspo": ["actor_rollout_ref.actor.clip_ratio=3e-4"],
     "luspo": ["actor_rollout_ref.actor.clip_ratio=3e-4"],
     "m2po": ["actor_rollout_ref.actor.policy_loss.m2_threshold=1e-6"],
-    "bapo": [
-        f"actor_rollout_ref.actor.policy_loss.ratio_{end}"
-        for end in ("lower_start=0.9999", "lower_max=0.9999", "upper_start=1.0001", "upper_max=1.0001")
-    ],
+    "bapo": ["actor_rollout_ref.actor.clip_ratio_c=1.0001"],
     "prime_rl": ["actor_rollout_ref.actor.clip_ratio=0.01"],
 }
 VECTORIZED = ("grpo_vectorized", "rloo_vectorized")

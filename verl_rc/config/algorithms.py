@@ -97,26 +97,8 @@ class PolicyLossOptions(StrictModel):
     """``m2po``: largest mean squared log-ratio of the kept tokens, squared nats."""
     adv_ratio_target: float = Field(0.5, ge=0)
     """``bapo``: least weight of positive advantages, in multiples of that of negative ones."""
-    ratio_lower_start: float = Field(0.6, ge=0)
-    """``bapo``: first lower bound of the ratio."""
-    ratio_lower_max: float = Field(0.9, ge=0)
-    """``bapo``: lower bound where positive advantages weigh too little."""
-    ratio_upper_start: float = Field(1.2, gt=0)
-    """``bapo``: first upper bound of the ratio."""
-    ratio_upper_max: float = Field(3.0, gt=0)
-    """``bapo``: largest upper bound."""
-    ratio_upper_step: float = Field(0.05, gt=0)
-    """``bapo``: step by which the upper bound rises."""
     kl_tau: float = Field(1e-3, ge=0)
     """``prime_rl``: weight of the squared log-ratio, per squared nat."""
-    vespo_k_pos: float = Field(2.0, ge=0)
-    """``vespo``: power of a sequence's ratio where the advantage is not negative."""
-    vespo_lambda_pos: float = Field(3.0, gt=0)
-    """``vespo``: decay in that ratio."""
-    vespo_k_neg: float = Field(3.0, ge=0)
-    """``vespo``: that power where the advantage is negative."""
-    vespo_lambda_neg: float = Field(2.0, gt=0)
-    """``vespo``: that decay where the advantage is negative."""
 
     @model_validator(mode="after")
     def _some_covariance_is_between(self) -> "PolicyLossOptions":
@@ -124,19 +106,6 @@ class PolicyLossOptions(StrictModel):
             raise ValueError(
                 "actor_rollout_ref.actor.policy_loss.clip_cov_lb must be below clip_cov_ub, got "
                 f"{self.clip_cov_lb} and {self.clip_cov_ub}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _bounds_of_the_ratio_have_an_order(self) -> "PolicyLossOptions":
-        bounds = {
-            name: getattr(self, name)
-            for name in ("ratio_lower_start", "ratio_lower_max", "ratio_upper_start", "ratio_upper_max")
-        }
-        if [*bounds.values()] != sorted(bounds.values()):
-            assignments = ", ".join(f"{name}={value:g}" for name, value in bounds.items())
-            raise ValueError(
-                f"actor_rollout_ref.actor.policy_loss: none of {assignments} must be below the one before"
             )
         return self
 
@@ -214,8 +183,6 @@ class LossSpec:
 _LOW, _HIGH = LossOption("clip_ratio_low", "ε_low"), LossOption("clip_ratio_high", "ε_high")
 _CAP = LossOption("clip_ratio_c", "c")
 _TAU_POS, _TAU_NEG = LossOption("tau_pos", "τ", "where A > 0"), LossOption("tau_neg", "τ", "elsewhere")
-_K_NEG = LossOption("policy_loss.vespo_k_neg", "k", "elsewhere")
-_LAMBDA_NEG = LossOption("policy_loss.vespo_lambda_neg", "λ", "elsewhere")
 _SURROGATE = "max(−A r, −A clip(r, 1−ε_low, 1+ε_high))"
 
 _NO_TOKEN = "no token"
@@ -366,18 +333,14 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
     ),
     "bapo": LossSpec(
         title="Balanced policy optimisation with an adaptive clip",
-        formula="max(−A r, −A clip(r, low, high)), and at most −A c where A < 0; low is moved, and high "
-        "raised by δ until the positive terms weigh κ times the negative ones",
+        formula="max(−A r, −A clip(r, low, high)), and at most −A c where A < 0; low is moved from 0.6 to "
+        "0.9, and high raised from 1.2 by 0.05, at most to 3, until the positive terms weigh κ times the "
+        "negative ones",
         source="arXiv:2510.18927, WooooDyy/BAPO",
         ratio="token",
         gradient_through="ratio",
         options=(
             LossOption("policy_loss.adv_ratio_target", "κ"),
-            LossOption("policy_loss.ratio_lower_start", "low", "at first"),
-            LossOption("policy_loss.ratio_lower_max", "low", "afterwards"),
-            LossOption("policy_loss.ratio_upper_start", "high", "at first"),
-            LossOption("policy_loss.ratio_upper_max", "high", "at most"),
-            LossOption("policy_loss.ratio_upper_step", "δ"),
             _CAP,
         ),
         only_negative=(_CAP,),
@@ -420,17 +383,11 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
     ),
     "vespo": LossSpec(
         title="Variational sequence-level soft policy optimisation",
-        formula="−A sg[s^k e^(λ − λ s)] log π(y), s = product of the row's r",
+        formula="−A sg[s^k e^(λ − λ s)] log π(y), s = product of the row's r; k = 2 and λ = 3 where A ≥ 0, "
+        "else k = 3 and λ = 2",
         source="arXiv:2602.10693, TRL",
         ratio="product",
         gradient_through="log_prob",
-        options=(
-            LossOption("policy_loss.vespo_k_pos", "k", "where A ≥ 0"),
-            LossOption("policy_loss.vespo_lambda_pos", "λ", "where A ≥ 0"),
-            _K_NEG,
-            _LAMBDA_NEG,
-        ),
-        only_negative=(_K_NEG, _LAMBDA_NEG),
         clipped=_NO_TOKEN,
         clipped_lower=_NO_TOKEN,
     ),

@@ -144,22 +144,16 @@ def vespo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """Variational sequence-level soft policy optimisation (VESPO, arXiv:2602.10693); the loss mode ``vespo``.
 
     ``−w A sg(φ) lp`` with φ = s^k e^(λ − λ s), which is 1 at s = 1, and s the ratio of the whole sequence:
-    the product over ``response_mask``; k and λ are ``vespo_k_pos`` and ``vespo_lambda_pos`` for A ≥ 0,
-    ``vespo_k_neg`` and ``vespo_lambda_neg`` otherwise. A rejected token leaves the sum.
+    the product over ``response_mask``; k = 2 and λ = 3 for A ≥ 0, k = 3 and λ = 2
+    otherwise. A rejected token leaves the sum.
 
     Returns:
         The loss, 0-d, and ``actor/pg_clipfrac`` and ``actor/pg_clipfrac_lower`` (both 0: nothing is clipped),
         those of ``ppo_kl_metrics``.
     """
-    ratio, options = _sequence_ratio(inputs), inputs.parameters
-    negative = inputs.advantages < 0
-    power, decay = (
-        torch.where(negative, ratio.new_full((), below), ratio.new_full((), above))
-        for below, above in (
-            (options.vespo_k_neg, options.vespo_k_pos),
-            (options.vespo_lambda_neg, options.vespo_lambda_pos),
-        )
-    )
+    ratio = _sequence_ratio(inputs)
+    power = torch.where(inputs.advantages < 0, ratio.new_full((), 3.0), ratio.new_full((), 2.0))
+    decay = 5 - power
     kernel = (decay + power * ratio.log() - decay * ratio).exp()
     none_clipped = inputs.mean_over_tokens(torch.zeros_like(kernel))
     return inputs.reduce(-inputs.advantages * kernel * inputs.log_probs), {

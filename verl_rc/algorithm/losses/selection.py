@@ -1,7 +1,6 @@
 """Losses that restrain some tokens of the whole mini-batch: those whose advantage and log-prob vary together
 most, or those that moved farthest; and one whose clip range depends on it."""
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -30,6 +29,8 @@ GatherOverRanks = Callable[[Tensor], Tensor]
 _HASH_BITS = 31
 _FLOAT_BITS = 31
 """Bits of a float32 that is not negative; their order is that of the numbers."""
+_BAPO_LOWS, _BAPO_HIGHS, _BAPO_STEPS, _BAPO_STEP = (0.6, 0.9), (1.2, 3.0), 36, 0.05
+"""First and last ends of the clip range of ``bapo``, and the steps from one upper end to the other."""
 _NOT_SELECTABLE = torch.iinfo(torch.int64).min
 
 
@@ -102,12 +103,11 @@ def bapo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """The loss ``vanilla`` with a clip range that lets positive advantages weigh enough (BAPO,
     arXiv:2510.18927, as its authors' code computes it); the loss mode ``bapo``.
 
-    The ratio is clipped to low and high, ``ratio_lower_start`` and ``ratio_upper_start``. Where the sum of A
-    min(r, high) over A >= 0 is below ``adv_ratio_target`` times that of −A max(r, low) over A < 0, low is
-    ``ratio_lower_max``, and high grows step by step until the sum is not below, at most to
-    ``ratio_upper_max``. Both sums are over the whole mini-batch; rejected tokens enter neither. In the code
-    low moves in steps too, until the sum is not below; but a higher low makes the negative sum larger, so it
-    always goes to its end.
+    The ratio is clipped to low = 0.6 and high = 1.2. Where the sum of A min(r, high) over A >= 0 is below
+    ``adv_ratio_target`` times that of −A max(r, low) over A < 0, low is 0.9, and high grows in steps of 0.05
+    until the sum is not below, at most to 3. Both sums are over the whole mini-batch; rejected tokens enter
+    neither. In the code low moves in steps too, until the sum is not below; but a higher low makes the
+    negative sum larger, so it always goes to its end.
 
     Returns:
         The loss, 0-d, the metrics of ``ppo_clip_loss``, ``actor/ratio_low`` and ``actor/ratio_high``.
@@ -191,11 +191,8 @@ def _balanced_bounds(
     micro_batches: Sequence[PolicyLossInputs], over_ranks: SumOverRanks | None
 ) -> RatioBounds:
     """The clip range of ``bapo``."""
-    options = micro_batches[0].parameters
-    lows = (options.ratio_lower_start, options.ratio_lower_max)
-    steps = math.ceil((options.ratio_upper_max - options.ratio_upper_start) / options.ratio_upper_step - 1e-9)
-    highs = [options.ratio_upper_start + place * options.ratio_upper_step for place in range(steps)]
-    highs.append(options.ratio_upper_max)
+    target, lows = micro_batches[0].parameters.adv_ratio_target, _BAPO_LOWS
+    highs = [_BAPO_HIGHS[0] + place * _BAPO_STEP for place in range(_BAPO_STEPS)] + [_BAPO_HIGHS[1]]
     parts = []
     for inputs in micro_batches:
         ratio = inputs.log_ratio.detach().double().exp()
@@ -207,12 +204,12 @@ def _balanced_bounds(
     total = torch.stack(parts).sum(dim=0)
     total = total if over_ranks is None else over_ranks(total)
     positive, (negative_at_first, negative) = total[: len(highs)], total[len(highs) :]
-    is_enough = positive[0] >= options.adv_ratio_target * negative_at_first
+    is_enough = positive[0] >= target * negative_at_first
     places = torch.arange(len(highs), device=total.device)
-    reached = places.where(positive >= options.adv_ratio_target * negative, len(highs) - 1).min()
-    raised = options.ratio_upper_start + options.ratio_upper_step * reached.double()
-    low = torch.full_like(total[0], options.ratio_lower_max).where(~is_enough, options.ratio_lower_start)
-    high = raised.clamp(max=options.ratio_upper_max).where(~is_enough, options.ratio_upper_start)
+    reached = places.where(positive >= target * negative, len(highs) - 1).min()
+    raised = _BAPO_HIGHS[0] + _BAPO_STEP * reached.double()
+    low = torch.full_like(total[0], lows[1]).where(~is_enough, lows[0])
+    high = raised.clamp(max=_BAPO_HIGHS[1]).where(~is_enough, _BAPO_HIGHS[0])
     return RatioBounds(low, high)
 
 

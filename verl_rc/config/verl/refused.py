@@ -494,8 +494,21 @@ RENAMED = {
 ignore them."""
 
 
+_BY_THE_AUTHORS = Refusal("it has the value of the method's authors; drop it")
+_REMOVED = {
+    **{
+        f"{_ACTOR}.policy_loss.{leaf}": _BY_THE_AUTHORS
+        for leaf in (
+            *("ratio_lower_start", "ratio_lower_max", "ratio_upper_start", "ratio_upper_max"),
+            *("ratio_upper_step", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        )
+    },
+}
+"""Keys that this project once had."""
+
+
 def _table() -> dict[str, Refusal]:
-    table = dict(_OTHER_LEAVES)
+    table = _OTHER_LEAVES | _REMOVED
     for role in (_ACTOR, _REF, "critic"):
         table |= {f"{role}.fsdp_config.{leaf}": row for leaf, row in _FSDP_LEAVES.items()}
         table |= {

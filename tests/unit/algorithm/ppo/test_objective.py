@@ -141,7 +141,7 @@ def test_value_loss_equals_a_float64_loop() -> None:
 
 
 KL_COV: Mapping[str, object] = {"loss_mode": "kl_cov", "kl_cov_ratio": 0.2}
-BAPO: Mapping[str, object] = {"loss_mode": "bapo", "adv_ratio_target": 2.0, "ratio_lower_max": 1.0}
+BAPO: Mapping[str, object] = {"loss_mode": "bapo", "adv_ratio_target": 2.0}
 M2PO: Mapping[str, object] = {"loss_mode": "m2po", "m2_threshold": 1e-3}
 CLIP_COV: Mapping[str, object] = {
     "loss_mode": "clip_cov",
@@ -247,7 +247,7 @@ def test_micro_batches_change_neither_loss_nor_gradient(
     vanilla = policy_objective(
         TokenScores(current(batch), None), batch, actor({}), RolloutCorrectionConfig(), totals
     ).loss
-    assert abs(whole - float(vanilla)) > 1e-3
+    assert abs(whole - float(vanilla)) > 1e-4
 
 
 def over_two_ranks(
