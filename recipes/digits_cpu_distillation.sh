@@ -18,7 +18,7 @@ export RUN_DIR=${RUN_DIR:-$root/rl_distillation}
 exec bash "$(dirname "${BASH_SOURCE[0]}")/quickstart_digits_cpu.sh" \
     distillation.enabled=True \
     distillation.teacher_models.teacher_model.model_path="${TEACHER_PATH:-$root/teacher_model}" \
-    distillation.teacher_models.teacher_model.fsdp_config.dtype=float32 \
+    actor_rollout_ref.ref.fsdp_config.dtype=float32 \
     distillation.distillation_loss.loss_mode=k1 \
     distillation.distillation_loss.use_policy_gradient=True \
     distillation.distillation_loss.use_task_rewards=False \

@@ -60,7 +60,6 @@ written `choice(2.0,3.0)`. `main_sft` has the same options and no groups.
 OWN_SECTIONS = (
     "actor_rollout_ref.rollout.environment",
     "actor_rollout_ref.rollout.sync_proof",
-    "distillation.teacher_models.teacher_model.fsdp_config",
     "trainer.alerts",
     "trainer.token_records",
 )

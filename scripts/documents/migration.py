@@ -45,7 +45,6 @@ Data files and reward functions have verl's column names and signature, and metr
 SAME_KEYS: Mapping[str, tuple[str, str]] = {
     "trainer.n_gpus_per_node": ("GPUs of a node", "the same; on a CPU the number of trainer ranks"),
     "trainer.device": ("`cuda` or `npu`", "`auto` (GPUs where there are any), `cuda` or `cpu`"),
-    "actor_rollout_ref.actor.strategy": ("`fsdp` is FSDP1", "both names mean FSDP2"),
     "actor_rollout_ref.model.lora.merge": (
         "False where it is not given: engines apply the adapters",
         "True where it is not given: engines get merged weights. False is refused beside experts",
@@ -108,7 +107,6 @@ OTHER_DEFAULTS: Mapping[str, tuple[object, str]] = {
         False,
         "merged weights need nothing of an engine, and sample as fast as without adapters",
     ),
-    "actor_rollout_ref.actor.strategy": ("fsdp", "both names mean FSDP2"),
     "actor_rollout_ref.actor.clip_ratio_low": (0.2, _FOLLOWS_CLIP),
     "actor_rollout_ref.actor.clip_ratio_high": (0.2, _FOLLOWS_CLIP),
     "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation": (False, _BY_MEMORY),
@@ -121,7 +119,6 @@ OTHER_DEFAULTS: Mapping[str, tuple[object, str]] = {
         False,
         "the temperature decides, as it does in verl, where this key is without effect",
     ),
-    "critic.strategy": ("fsdp", _NO_CONSEQUENCE),
     "critic.model.path": ("~/models/deepseek-llm-7b-chat", _FOLLOWS_MODEL),
     "critic.model.trust_remote_code": (False, _FOLLOWS_MODEL),
     "critic.model.use_remove_padding": (True, _FOLLOWS_MODEL),

@@ -9,16 +9,7 @@ from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import fields_of
 
 SAYS_WHAT_HAPPENS_ANYWAY = {
-    *(
-        "actor_rollout_ref.actor.strategy",
-        "actor_rollout_ref.ref.strategy",
-        "critic.strategy",
-        "actor_rollout_ref.rollout.name",
-    ),
-    *("actor_rollout_ref.actor.optim.optimizer", "critic.optim.optimizer"),
-    "actor_rollout_ref.ref.fsdp_config.optimizer_offload",
-    "distillation.teacher_models.teacher_model.fsdp_config.optimizer_offload",
-    "distillation.distillation_loss.policy_loss_mode",
+    "actor_rollout_ref.rollout.name",
 }
 """Keys that verl's recipes spell out and of which only one value is possible, or several that mean the same.
 """
@@ -50,8 +41,6 @@ SHOWN_ELSEWHERE = {
     "actor_rollout_ref.model.lora.merge",
     "tests/unit/algorithm/ppo/test_objective.py": "actor_rollout_ref.actor.kl_loss_coef "
     "actor_rollout_ref.actor.kl_loss_type",
-    "tests/unit/config/test_distillation.py": "distillation.teacher_models.teacher_model.fsdp_config."
-    "param_offload",
     "tests/unit/plan/run_plan/test_options.py": "distillation.distillation_loss.topk "
     "distillation.distillation_loss.log_prob_min_clamp",
     "tests/unit/trainer/test_weights.py": "actor_rollout_ref.rollout.max_engine_replacements",

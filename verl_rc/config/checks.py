@@ -11,7 +11,7 @@ from verl_rc.config.device_checks import check_device
 from verl_rc.config.distillation_checks import check_distillation
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.exact_checks import check_exact_mode
-from verl_rc.config.models import ENGINE_ADAPTER_RANKS, FrozenPolicyConfig, LearnerFsdpConfig, torch_name
+from verl_rc.config.models import ENGINE_ADAPTER_RANKS, LearnerFsdpConfig, ReferenceConfig, torch_name
 from verl_rc.config.rollout import OWNED_ENGINE_ARGUMENTS, EnvironmentConfig, MultiTurnConfig, RolloutConfig
 from verl_rc.config.run import FSDP_SECTIONS, RunConfig
 
@@ -273,14 +273,14 @@ def _longest_row(config: RunConfig) -> str:
     return f"data.max_prompt_length + data.max_response_length = {config.longest_sequence}"
 
 
-def _scoring_passes(config: RunConfig) -> dict[str, tuple[RolloutConfig | FrozenPolicyConfig, int]]:
+def _scoring_passes(config: RunConfig) -> dict[str, tuple[RolloutConfig | ReferenceConfig, int]]:
     """Limits of passes that only compute log-probs, with the ranks that share a micro-batch, by section."""
     policy, sharing = config.actor_rollout_ref, config.sequence_parallel_sizes
-    passes: dict[str, tuple[RolloutConfig | FrozenPolicyConfig, int]] = {
+    passes: dict[str, tuple[RolloutConfig | ReferenceConfig, int]] = {
         "actor_rollout_ref.rollout": (policy.rollout, sharing["actor"])
     }
     for role, frozen in config.frozen_policies.items():
-        passes[frozen.section] = (frozen.config, sharing[role])
+        passes["actor_rollout_ref.ref"] = (frozen.config, sharing[role])
     if config.needs_reference and not config.has_reference_model:
         passes["actor_rollout_ref.ref"] = (policy.ref, sharing["actor"])
     return passes

@@ -5,13 +5,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from verl_rc.config.models import FrozenPolicyConfig, KlKind
+from verl_rc.config.models import KlKind
 from verl_rc.config.schema import StrictModel, UserPath, follows
 
 _LOSS = "distillation.distillation_loss"
 
 
-class TeacherConfig(FrozenPolicyConfig):
+class TeacherConfig(StrictModel):
     """``distillation.teacher_models.teacher_model.*``: a frozen policy on the trainer's ranks, of any shape,
     with the tokenizer of the trained model."""
 
@@ -45,10 +45,8 @@ class DistillationLossConfig(StrictModel):
     """Weight of the teacher's term beside the task's."""
     loss_max_clamp: float | None = Field(None, gt=0)
     """Largest absolute value of a token's estimate, nats; null: none."""
-    policy_loss_mode: Literal["vanilla"] = "vanilla"
-    """Policy loss with ``use_policy_gradient``: PPO's clip, or in bypass mode the ``loss_type``."""
     clip_ratio: float = Field(0.2, ge=0)
-    """Its clip range on both sides."""
+    """``use_policy_gradient``: clip range of the policy loss on both sides."""
     clip_ratio_low: float = follows(f"{_LOSS}.clip_ratio", ge=0)
     """Its clip range below 1."""
     clip_ratio_high: float = follows(f"{_LOSS}.clip_ratio", ge=0)

@@ -97,8 +97,6 @@ KlKind = Literal[
 class OptimConfig(StrictModel):
     """``*.optim.*``: AdamW and its learning-rate schedule, which advances once per training step."""
 
-    optimizer: Literal["AdamW"] = "AdamW"
-    """The optimizer."""
     lr: float = Field(1e-6, ge=0)
     """Peak learning rate."""
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field([0.9, 0.999], min_length=2, max_length=2)
@@ -133,8 +131,6 @@ class FsdpConfig(StrictModel):
     """Free a layer's gathered weights between forward and backward: less memory, one more all-gather."""
     param_offload: bool = False
     """Keep the weights in host memory while the model does not compute. Without effect on a CPU."""
-    optimizer_offload: bool = False
-    """The same for the optimizer's moments."""
     ulysses_sequence_parallel_size: int = Field(1, ge=1)
     """Ranks that share the tokens, and in attention the heads, of each micro-batch, which then is that many
     times as large. It divides the ranks and the heads."""
@@ -147,6 +143,9 @@ class FsdpConfig(StrictModel):
 class LearnerFsdpConfig(FsdpConfig):
     """``*.fsdp_config.*`` of a model that learns."""
 
+    optimizer_offload: bool = False
+    """Keep the optimizer's moments in host memory while the model does not compute. Without effect on a CPU.
+    """
     use_no_sync_for_gradient_accumulation: bool | None = None
     """True: gradients are reduced once per mini-batch, and each rank holds them whole, 4 bytes per weight.
     False: after every micro-batch. null: True where the estimated memory allows it."""
@@ -157,8 +156,6 @@ class FrozenFsdpConfig(FsdpConfig):
 
     model_dtype: Precision = "fp32"
     """Precision in which its weights are kept."""
-    optimizer_offload: bool = False
-    """Without effect: there is no optimizer."""
     ulysses_sequence_parallel_size: int = follows(
         "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size", ge=1
     )
@@ -184,8 +181,6 @@ class CheckpointConfig(StrictModel):
 class ActorConfig(RatioOptions):
     """``actor_rollout_ref.actor.*``."""
 
-    strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
-    """Sharding; both names mean FSDP2."""
     ppo_mini_batch_size: int = Field(256, ge=1)
     """Prompts per optimizer step, over all ranks."""
     ppo_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
@@ -270,8 +265,6 @@ class CriticConfig(StrictModel):
 
     enable: bool | None = None
     """Train a critic; null: only when the advantage estimator needs values (``gae``)."""
-    strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
-    """Sharding; both names mean FSDP2."""
     model: CriticModelConfig = CriticModelConfig()
     """The transformer below the value head."""
     optim: CriticOptimConfig = CriticOptimConfig()
@@ -300,11 +293,15 @@ class CriticConfig(StrictModel):
     """Distance from the old value above which a value's loss is clipped, in units of reward."""
 
 
-class FrozenPolicyConfig(StrictModel):
-    """A policy that only scores what was sampled."""
+class ReferenceConfig(StrictModel):
+    """``actor_rollout_ref.ref.*``. With LoRA the reference is the actor without its adapters, and needs no
+    model of its own. A teacher (``distillation``) is sharded and scores by the same keys, but for the path.
+    """
 
+    model_path: UserPath = follows("actor_rollout_ref.model.path")
+    """Hugging Face model folder or hub id."""
     fsdp_config: FrozenFsdpConfig = FrozenFsdpConfig()
-    """Sharding and precision; there is no optimizer to offload."""
+    """Sharding and precision."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
     """Fill log-prob micro-batches by tokens."""
     log_prob_max_token_len_per_gpu: int = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", ge=1)
@@ -315,21 +312,11 @@ class FrozenPolicyConfig(StrictModel):
     """Rows of a log-prob micro-batch."""
 
 
-class ReferenceConfig(FrozenPolicyConfig):
-    """``actor_rollout_ref.ref.*``. With LoRA the reference is the actor without its adapters, and needs no
-    model of its own."""
-
-    model_path: UserPath = follows("actor_rollout_ref.model.path")
-    """Hugging Face model folder or hub id."""
-    strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
-    """Sharding; both names mean FSDP2."""
-
-
 @dataclass(frozen=True)
 class FrozenPolicy:
     """A frozen policy of a run that has a model of its own."""
 
-    section: str
-    """Its section in the configuration."""
+    path_key: str
+    """The key of ``model_path``."""
     model_path: str
-    config: FrozenPolicyConfig
+    config: ReferenceConfig

@@ -209,7 +209,7 @@ FSDP_SECTIONS = {
     "actor": "actor_rollout_ref.actor.fsdp_config",
     "critic": "critic.fsdp_config",
     "reference": "actor_rollout_ref.ref.fsdp_config",
-    "teacher": "distillation.teacher_models.teacher_model.fsdp_config",
+    "teacher": "actor_rollout_ref.ref.fsdp_config",
 }
 """The section of sharding and precision of every trainer role."""
 
@@ -297,12 +297,13 @@ class RunConfig(StrictModel):
     def frozen_policies(self) -> dict[str, FrozenPolicy]:
         """The policies that only score, with models of their own, by role."""
         policies: dict[str, FrozenPolicy] = {}
+        reference, teacher = self.actor_rollout_ref.ref, str(self.distillation.teacher.model_path)
         if self.has_reference_model:
-            reference = self.actor_rollout_ref.ref
-            policies["reference"] = FrozenPolicy("actor_rollout_ref.ref", reference.model_path, reference)
+            key = "actor_rollout_ref.ref.model_path"
+            policies["reference"] = FrozenPolicy(key, reference.model_path, reference)
         if self.distillation.enabled:
-            section, teacher = "distillation.teacher_models.teacher_model", self.distillation.teacher
-            policies["teacher"] = FrozenPolicy(section, str(teacher.model_path), teacher)
+            key = "distillation.teacher_models.teacher_model.model_path"
+            policies["teacher"] = FrozenPolicy(key, teacher, reference)
         return policies
 
     @property
@@ -348,7 +349,7 @@ class RunConfig(StrictModel):
         if self.needs_critic:
             models["critic.model.path"] = (critic.path, critic.trust_remote_code)
         for frozen in self.frozen_policies.values():
-            models[f"{frozen.section}.model_path"] = (frozen.model_path, model.trust_remote_code)
+            models[frozen.path_key] = (frozen.model_path, model.trust_remote_code)
         if judge.enable:
             models["reward.reward_model.model_path"] = (str(judge.model_path), judge.trust_remote_code)
         return models

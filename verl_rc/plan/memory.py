@@ -411,7 +411,7 @@ def _at_rest(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
     configs = config.fsdp_configs
     return {
         role.role: role.weights * (not configs[role.role].param_offload)
-        + role.optimizer * (not configs[role.role].optimizer_offload)
+        + role.optimizer * (not getattr(configs[role.role], "optimizer_offload", False))
         for role in roles
         if role.role in configs
     }

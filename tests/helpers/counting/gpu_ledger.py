@@ -158,6 +158,7 @@ class LedgerModel(LearningModel):
 
     def __init__(self, ledger: Ledger, role: str, fsdp: FsdpConfig) -> None:
         self._device, self._fsdp, self._ledger = torch.device("cuda"), fsdp, ledger
+        self._offloads_moments = getattr(fsdp, "optimizer_offload", False)
         self._moments = f"{role}'s moments"
         self.module = cast(Any, LedgerModule(ledger, f"{role}'s weights"))
         if "context" not in ledger.current.parts:

@@ -34,7 +34,6 @@ WITH_EVERYTHING = [
     "algorithm.kl_ctrl.kl_coef=0.1",
     "algorithm.kl_ctrl.horizon=100",
     "distillation.enabled=True",
-    "distillation.teacher_models.teacher_model.fsdp_config.dtype=float32",
     "distillation.distillation_loss.loss_mode=k1",
     "distillation.distillation_loss.use_policy_gradient=True",
     "distillation.distillation_loss.distillation_loss_coef=0.1",

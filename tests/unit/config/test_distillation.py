@@ -1,13 +1,13 @@
 """A teacher is one more frozen policy: its keys arrive where those of the reference policy do."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from small_models import small_run_config
 
 from verl_rc.algorithm.ppo.choices import log_prob_limit
-from verl_rc.config.run import FSDP_SECTIONS, RunConfig
+from verl_rc.config.errors import ConfigError
+from verl_rc.config.run import RunConfig
 
 TEACHER, LOSS = "distillation.teacher_models.teacher_model", "distillation.distillation_loss"
 
@@ -31,31 +31,12 @@ def test_a_teacher_has_a_model_of_its_own_also_with_lora_beside_a_reference() ->
     assert config.models[f"{TEACHER}.model_path"] == ("org/teacher", False)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("fsdp_size", 1),
-        ("model_dtype", "bfloat16"),
-        ("dtype", "float16"),
-        ("reshard_after_forward", False),
-        ("param_offload", True),
-        ("ulysses_sequence_parallel_size", 1),
-    ],
-)
-def test_sharding_and_precision_are_the_teachers_own(key: str, value: Any) -> None:
-    config = taught(f"{TEACHER}.fsdp_config.{key}={value}")
-    assert getattr(config.fsdp_configs["teacher"], key) == value
-    assert FSDP_SECTIONS["teacher"] == f"{TEACHER}.fsdp_config"
-
-
-def test_micro_batches_are_the_actors_unless_the_teacher_has_others() -> None:
-    follows = taught().frozen_policies["teacher"].config
-    assert log_prob_limit(follows).max_rows == 2
-    own = taught(f"{TEACHER}.log_prob_micro_batch_size_per_gpu=1").frozen_policies["teacher"].config
-    assert log_prob_limit(own).max_rows == 1
-    by_tokens = ("log_prob_use_dynamic_bsz=True", "log_prob_max_token_len_per_gpu=77")
-    filled = taught(*(f"{TEACHER}.{key}" for key in by_tokens)).frozen_policies["teacher"].config
-    assert log_prob_limit(filled).max_tokens == 77
+def test_the_teacher_is_sharded_and_scores_as_the_reference() -> None:
+    config = taught("actor_rollout_ref.ref.fsdp_config.dtype=float16")
+    assert config.fsdp_configs["teacher"].dtype == "float16"
+    assert log_prob_limit(config.frozen_policies["teacher"].config).max_rows == 2
+    with pytest.raises(ConfigError, match=r"write actor_rollout_ref\.ref\.fsdp_config"):
+        taught(f"{TEACHER}.fsdp_config.dtype=float16")
 
 
 def test_clip_ranges_follow_the_common_one() -> None:

@@ -228,7 +228,7 @@ VARIANTS: list[Mistake] = [
     (
         f"{ACTOR}.strategy=megatron",
         f"{ACTOR}.strategy",
-        "megatron is not supported",
+        "Megatron, VeOmni, TorchTitan and the like are not supported",
         "=megatron",
         "write fsdp2",
     ),

@@ -197,7 +197,7 @@ def test_roles_that_a_run_has() -> None:
     teacher = "distillation.teacher_models.teacher_model"
     taught = roles_of({"distillation.enabled": True, f"{teacher}.model_path": "teacher"})["teacher"]
     assert taught.optimizer == taught.gradients == 0
-    assert f"{teacher}.fsdp_config.model_dtype" in taught.reducing_keys
+    assert "actor_rollout_ref.ref.fsdp_config.model_dtype" in taught.reducing_keys
 
 
 def test_an_engine_on_a_cpu_and_on_a_gpu() -> None:

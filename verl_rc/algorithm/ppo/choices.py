@@ -3,7 +3,7 @@ of micro-batches. Imports no torch."""
 
 from verl_rc.config.algorithms import POLICY_LOSSES
 from verl_rc.config.distillation import DistillationLossConfig
-from verl_rc.config.models import ActorConfig, CriticConfig, FrozenPolicyConfig
+from verl_rc.config.models import ActorConfig, CriticConfig, ReferenceConfig
 from verl_rc.config.rollout import RolloutConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.records.microbatch import MicroBatchLimit
@@ -27,7 +27,7 @@ def distillation_loss_name(config: DistillationLossConfig, correction: RolloutCo
     """
     if not config.use_policy_gradient:
         return None
-    return correction.named_loss or config.policy_loss_mode
+    return correction.named_loss or "vanilla"
 
 
 def needs_statistics_first(config: RolloutCorrectionConfig) -> bool:
@@ -35,7 +35,7 @@ def needs_statistics_first(config: RolloutCorrectionConfig) -> bool:
     return config.rollout_is_batch_normalize or config.rejection_denominator == "kept"
 
 
-def log_prob_limit(config: RolloutConfig | FrozenPolicyConfig) -> MicroBatchLimit:
+def log_prob_limit(config: RolloutConfig | ReferenceConfig) -> MicroBatchLimit:
     """The limit of forward passes without gradient, of the actor or a frozen policy."""
     return _limit(
         config.log_prob_use_dynamic_bsz,

@@ -29,7 +29,7 @@ class Refusal:
 _OFF = (False, None)
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 _EITHER = (True, False, None)
-_FSDP_NAMES = ("fsdp", "fsdp2")
+_FSDP_NAMES = ("fsdp", "fsdp2", None)
 _WHOLE_CHECKPOINT = (["model", "optimizer", "extra"], None)
 _PROFILER = "vendor profilers are not supported; timing_s/* and perf/* are measured in every step, so drop it"
 _MTP = "prediction of several tokens is not supported; drop it"
@@ -79,6 +79,8 @@ _FSDP_LEAVES = {
 """Leaves of every ``fsdp_config``."""
 
 _WORKER_LEAVES = {
+    "strategy": _FSDP_LEAVES["strategy"],
+    "optim.optimizer": Refusal("the only optimizer is torch's AdamW; write AdamW", ("AdamW", None)),
     "megatron": Refusal("Megatron is not supported; use FSDP, strategy=fsdp2"),
     "veomni": Refusal("VeOmni is not supported; use FSDP, strategy=fsdp2"),
     "torchtitan": Refusal("TorchTitan is not supported; use FSDP, strategy=fsdp2"),
@@ -345,7 +347,14 @@ _DISTILLATION_LEAVES = {
     "teacher_models.teacher_model.num_replicas": _OF_A_POOL,
     "teacher_models.teacher_model.nitrobrew_d_comp": "nitrobrew is not built; drop it",
     "teacher_models.teacher_model.inference": "no engine serves the teacher, the trainer's ranks score with "
-    "it; write teacher_model.fsdp_config.dtype and .log_prob_max_token_len_per_gpu, or drop it",
+    "it; write actor_rollout_ref.ref.fsdp_config.dtype and .log_prob_max_token_len_per_gpu, or drop it",
+    **{
+        f"teacher_models.teacher_model.{leaf}": f"the reference's holds for both; write {_REF}.{leaf}"
+        for leaf in (
+            *("fsdp_config", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
+            "log_prob_micro_batch_size_per_gpu",
+        )
+    },
     **dict.fromkeys((f"distillation_loss.{name}" for name in ("kd_temperature", "tail_mass_eps")), _NO_TAIL),
 }
 """Leaves of ``distillation``, while it is enabled."""
@@ -494,8 +503,11 @@ RENAMED = {
 ignore them."""
 
 
+_DISTILLED = "distillation.distillation_loss"
 _BY_THE_AUTHORS = Refusal("it has the value of the method's authors; drop it")
 _REMOVED = {
+    f"{_REF}.fsdp_config.optimizer_offload": Refusal("it scores without an optimizer; drop it", _EITHER),
+    f"{_DISTILLED}.policy_loss_mode": Refusal("there is PPO's clip alone; write vanilla", ("vanilla", None)),
     **{
         f"{_ACTOR}.policy_loss.{leaf}": _BY_THE_AUTHORS
         for leaf in (
@@ -528,7 +540,6 @@ REFUSALS = _table()
 """Keys and whole sections, each with its reason; the longest entry that a key lies under holds for it."""
 
 _ENGINES = "is not supported; write vllm"
-_TRAINERS = "is not supported; write fsdp2"
 REFUSED_VALUES = {
     **{
         ("distillation.distillation_loss.loss_mode", name): f"{name} is not built; write "
@@ -538,11 +549,6 @@ REFUSED_VALUES = {
     **{
         (f"{_ROLLOUT}.name", name): f"the engine {name} {_ENGINES}"
         for name in ("sglang", "trtllm", "hf", "naive")
-    },
-    **{
-        (f"{role}.strategy", name): f"the trainer {name} {_TRAINERS}"
-        for role in (_ACTOR, _REF, "critic")
-        for name in ("megatron", "veomni", "torchtitan", "automodel", "fsdp_turbo", "mindspeed")
     },
     ("trainer.device", "npu"): "NPUs are not supported; write cuda, cpu or auto",
     **{

@@ -154,7 +154,6 @@ def _unused_by_the_teacher(config: RunConfig, policy: PolicyPlan) -> Iterator[Un
         return
     section = "distillation_loss."
     yield not loss.use_task_rewards, (f"{section}distillation_loss_coef",), "there is no other term"
-    yield True, (f"{section}policy_loss_mode",), "there is one"
     yield (
         not config.distillation.top_tokens,
         (f"{section}topk", f"{section}log_prob_min_clamp"),

@@ -10,7 +10,6 @@ UnreadRule = tuple[bool, Sequence[str], str]
 
 _ACTOR, _REFERENCE = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-_TEACHER = "distillation.teacher_models.teacher_model"
 
 
 def unread_by_switches(config: RunConfig) -> Iterator[UnreadRule]:
@@ -35,10 +34,12 @@ def _roles(config: RunConfig) -> Iterator[UnreadRule]:
         ("critic.*",),
         f"no critic: algorithm.adv_estimator={config.algorithm.adv_estimator}",
     )
-    yield not config.needs_reference, (f"{_REFERENCE}.*",), "nothing compares with the reference policy"
+    taught, compared = config.distillation.enabled, config.needs_reference
+    keys = _keys(_REFERENCE, "model_path" if taught else "*")
+    yield not compared, keys, "nothing compares with the reference policy"
     yield (
-        config.needs_reference and has_adapters,
-        _keys(_REFERENCE, "model_path", "fsdp_config.*"),
+        compared and has_adapters,
+        _keys(_REFERENCE, "model_path", *(() if taught else ("fsdp_config.*",))),
         "with LoRA the reference is the actor without its adapters",
     )
     yield (
@@ -51,11 +52,6 @@ def _roles(config: RunConfig) -> Iterator[UnreadRule]:
         {torch_name(dtype) for dtype in dtypes} == {"float32"},
         _keys(_MODEL, "head_dtype"),
         "actor, reference and engines compute in float32 anyway",
-    )
-    yield (
-        True,
-        [f"{section}.strategy" for section in (_ACTOR, _REFERENCE, "critic")],
-        "fsdp and fsdp2 both mean FSDP2",
     )
 
 
@@ -78,27 +74,23 @@ def _devices(config: RunConfig) -> Iterator[UnreadRule]:
         _keys(_ROLLOUT, "enforce_eager"),
         "actor_rollout_ref.exact=True captures no CUDA graph",
     )
-    frozen_sections = [policy.section for policy in config.frozen_policies.values()]
     learners = (_ACTOR, "critic") if config.needs_critic else (_ACTOR,)
-    for section in (*learners, *frozen_sections):
+    for section in (*learners, *((_REFERENCE,) if config.frozen_policies else ())):
         fsdp = f"{section}.fsdp_config"
-        offloads = _keys(fsdp, "param_offload", "optimizer_offload")
+        offloads = _keys(fsdp, "param_offload", *(("optimizer_offload",) if section in learners else ()))
         yield on_cpu, offloads, "trainer.device=cpu: weights lie in host memory anyway"
         yield config.num_ranks == 1, _keys(fsdp, "fsdp_size"), "one rank holds all weights"
-    frozen_optimizers = [f"{section}.fsdp_config.optimizer_offload" for section in frozen_sections]
-    yield not on_cpu, frozen_optimizers, "a policy that only scores has no optimizer"
     gradient_sums = [f"{section}.fsdp_config.use_no_sync_for_gradient_accumulation" for section in learners]
     yield config.num_ranks == 1, gradient_sums, "one rank: its gradients are whole anyway"
 
 
 def _micro_batches(config: RunConfig) -> Iterator[UnreadRule]:
-    policy, teacher = config.actor_rollout_ref, config.distillation.teacher
+    policy, scores = config.actor_rollout_ref, config.needs_reference or config.distillation.enabled
     limits = [
         (True, f"{_ACTOR}.ppo", policy.actor.use_dynamic_bsz),
         (config.needs_critic, "critic.ppo", config.critic.use_dynamic_bsz),
         (True, f"{_ROLLOUT}.log_prob", policy.rollout.log_prob_use_dynamic_bsz),
-        (config.needs_reference, f"{_REFERENCE}.log_prob", policy.ref.log_prob_use_dynamic_bsz),
-        (config.distillation.enabled, f"{_TEACHER}.log_prob", teacher.log_prob_use_dynamic_bsz),
+        (scores, f"{_REFERENCE}.log_prob", policy.ref.log_prob_use_dynamic_bsz),
     ]
     for limit, is_dynamic in ((limit, is_dynamic) for has_role, limit, is_dynamic in limits if has_role):
         switch = "use_dynamic_bsz" if limit.endswith("ppo") else "log_prob_use_dynamic_bsz"

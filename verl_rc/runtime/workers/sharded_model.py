@@ -123,6 +123,7 @@ class LearningModel(ShardedModel):
         # Sharded before the optimizer is built: its moments are then sharded like the parameters.
         super().__init__(module, mesh, config.fsdp_config)
         self._loss_scale = LossScale(compute_dtype, device)
+        self._offloads_moments = device.type != "cpu" and config.fsdp_config.optimizer_offload
         self._whole_gradients = config.fsdp_config.use_no_sync_for_gradient_accumulation is not False
         self.optimizer = build_optimizer(module.parameters(), config.optim)
         self._scheduler = build_scheduler(self.optimizer, config.optim, total_steps)
@@ -199,10 +200,6 @@ class LearningModel(ShardedModel):
         if self._offloads_moments:
             self._move_moments(torch.device("cpu"))
         super()._offload()
-
-    @property
-    def _offloads_moments(self) -> bool:
-        return self._device.type != "cpu" and self._fsdp.optimizer_offload
 
     def _move_moments(self, device: torch.device) -> None:
         for state in self.optimizer.state.values():

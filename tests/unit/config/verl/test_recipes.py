@@ -192,9 +192,7 @@ def default_of(key: str) -> Any:
     "key", [key for key, source in FOLLOWED_KEYS.items() if key in KNOWN and source in KNOWN]
 )
 def test_keys_follow_what_they_follow_in_verl(key: str) -> None:
-    assert (
-        OURS.get(key) == FOLLOWED_KEYS[key] or key == "actor_rollout_ref.ref.strategy"
-    )  # whose names mean the same
+    assert OURS.get(key) == FOLLOWED_KEYS[key]
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:

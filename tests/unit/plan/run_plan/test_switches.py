@@ -183,7 +183,7 @@ TURNED_OFF: list[tuple[Given, Given]] = [
         ),
         ({**BY_TOKENS, **WITH_REFERENCE}, {f"{REFERENCE}.log_prob_micro_batch_size_per_gpu": 3}),
         ({**BY_TOKENS, **WITH_CRITIC}, {"critic.ppo_micro_batch_size_per_gpu": 3}),
-        ({**BY_TOKENS, **WITH_TEACHER}, {f"{TEACHER}.log_prob_micro_batch_size_per_gpu": 3}),
+        ({**BY_TOKENS, **WITH_TEACHER}, {f"{REFERENCE}.log_prob_micro_batch_size_per_gpu": 3}),
         (
             {f"{ACTOR}.use_dynamic_bsz": False},
             {
@@ -212,7 +212,7 @@ TURNED_OFF: list[tuple[Given, Given]] = [
         ({**ON_GPUS, "actor_rollout_ref.exact": True}, {f"{ROLLOUT}.enforce_eager": True}),
         (
             {**ON_GPUS, **WITH_REFERENCE},
-            {f"{REFERENCE}.fsdp_config.optimizer_offload": True, f"{REFERENCE}.fsdp_config.fsdp_size": 1},
+            {f"{REFERENCE}.fsdp_config.fsdp_size": 1},
         ),
         (
             {"async_training.staleness_threshold": 0.0},
@@ -232,7 +232,7 @@ TURNED_OFF: list[tuple[Given, Given]] = [
                 "ray_kwargs.ray_init.loopback_only": False,
             },
         ),
-        ({}, {f"{ROLLOUT}.seed": 7, f"{ACTOR}.strategy": "fsdp"}),
+        ({}, {f"{ROLLOUT}.seed": 7}),
     ]
     for key, value in leaves.items()
 ]

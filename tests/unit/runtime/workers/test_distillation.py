@@ -52,7 +52,7 @@ def workers(
         model_folder,
         "distillation.enabled=True",
         f"{section}.model_path={folder}",
-        f"{section}.fsdp_config.dtype=float32",
+        "actor_rollout_ref.ref.fsdp_config.dtype=float32",
         f"{LOSS}.loss_mode=forward_kl_topk",
         f"{LOSS}.topk=4",
     )
