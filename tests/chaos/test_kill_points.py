@@ -146,7 +146,7 @@ def live_to_the_end(overrides: list[str], lives: Path, whole_run: Path) -> None:
 def test_engines_that_are_lost_change_nothing(overrides: list[str], folder: Path, whole_run: Path) -> None:
     words = [word for loss in ENGINE_LOSSES for word in ("engine", *loss)]
     result = train(
-        [*overrides, *of_folder(folder / "engines"), "actor_rollout_ref.rollout.engine_timeout_seconds=20"],
+        [*overrides, *of_folder(folder / "engines"), "trainer.hang_timeout_seconds=20"],
         *words,
     )
     assert result.returncode == 0, result.stderr[-3000:]

@@ -177,6 +177,6 @@ def lose_engines(overrides: list[str], losses: tuple[tuple[str, int, str], ...])
     words = [
         word for function, call, when in losses for word in ("engine", "SIGKILL", function, str(call), when)
     ]
-    result = train([*overrides, "actor_rollout_ref.rollout.engine_timeout_seconds=60"], *words)
+    result = train([*overrides, "trainer.hang_timeout_seconds=60"], *words)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stderr.count("disturbance: ") == len(losses)

@@ -100,7 +100,7 @@ def test_the_process_of_the_environment_is_killed_at_a_reply(
     """Its host is lost, or with it the engine that it lives in: the run goes on."""
     there = folder / f"{mode}_{moment}"
     monkeypatch.setenv(KILL, f"itself 10 {moment} {tmp_path / 'killed'}")
-    result = train([*of_mode, *of_folder(there), "actor_rollout_ref.rollout.engine_timeout_seconds=60"])
+    result = train([*of_mode, *of_folder(there), "trainer.hang_timeout_seconds=60"])
     assert (tmp_path / "killed").exists()
     assert result.returncode == 0, result.stderr[-3000:]
     assert differences(whole, there, STEPS) == []

@@ -38,7 +38,7 @@ def overrides(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         "actor_rollout_ref.hybrid_engine=False",
         "actor_rollout_ref.rollout.n_gpus_per_node=2",
         "actor_rollout_ref.rollout.n=8",
-        "actor_rollout_ref.rollout.engine_timeout_seconds=30",
+        "trainer.hang_timeout_seconds=30",
         "actor_rollout_ref.actor.optim.lr=1e-3",
         f"trainer.total_training_steps={STEPS}",
         "trainer.val_before_train=False",

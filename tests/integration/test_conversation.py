@@ -34,7 +34,10 @@ def test_sampled_tokens_reach_the_trainer_unchanged_and_with_the_log_probs_it_co
         *range(0, 258, 2),
     )  # half of the vocabulary: turns of two tokens on average
     rollout = run.config.actor_rollout_ref.rollout
-    options = replace(SamplingOptions.for_training(rollout, run.stop_token_ids), stop_token_ids=stops)
+    options = replace(
+        SamplingOptions.for_training(rollout, run.config.data.max_response_length, run.stop_token_ids),
+        stop_token_ids=stops,
+    )
     requests = [
         GenerationRequest(
             row.prompt_token_ids,

@@ -22,7 +22,7 @@ SHOWN_ELSEWHERE = {
     "tests/unit/trainer/test_every_key_arrives.py": "ray_kwargs.ray_init.address "
     "ray_kwargs.ray_init.num_cpus "
     "ray_kwargs.ray_init.num_gpus ray_kwargs.ray_init.object_store_memory ray_kwargs.ray_init.runtime_env "
-    "ray_kwargs.ray_init.loopback_only actor_rollout_ref.rollout.gpu_memory_utilization "
+    "actor_rollout_ref.rollout.gpu_memory_utilization "
     "actor_rollout_ref.rollout.free_cache_engine actor_rollout_ref.rollout.enforce_eager "
     "critic.optim.min_lr_ratio critic.optim.num_cycles actor_rollout_ref.rollout.max_kept_tokens",
     # which nothing reads after the checks
@@ -43,7 +43,6 @@ SHOWN_ELSEWHERE = {
     "actor_rollout_ref.actor.kl_loss_type",
     "tests/unit/plan/run_plan/test_options.py": "distillation.distillation_loss.topk "
     "distillation.distillation_loss.log_prob_min_clamp",
-    "tests/unit/trainer/test_weights.py": "actor_rollout_ref.rollout.max_engine_replacements",
     "tests/unit/runtime/rollout/test_conversation.py": f"{TURNS}.tools {TURNS}.format "
     f"{TURNS}.max_assistant_turns "
     f"{TURNS}.max_user_turns {TURNS}.max_parallel_calls {TURNS}.max_tool_response_length "
@@ -55,10 +54,10 @@ SHOWN_ELSEWHERE = {
     f"{JUDGE}.micro_batch_size_per_gpu "
     f"{JUDGE}.max_length {JUDGE}.n_gpus_per_node {JUDGE}.trust_remote_code",
     "tests/unit/trainer/supply/test_scored_groups.py": f"data.train_batch_size {GROUPS}.metric "
-    f"{GROUPS}.max_num_gen_batches {PENALTY}.max_resp_len {PENALTY}.overlong_buffer_cfg.len "
+    f"{GROUPS}.max_num_gen_batches {PENALTY}.overlong_buffer_cfg.len "
     f"{PENALTY}.overlong_buffer_cfg.penalty_factor "
     f"{PENALTY}.overlong_buffer_cfg.log",
-    "tests/unit/trainer/test_scoring.py": "reward.on_failure reward.failure_score",
+    "tests/unit/trainer/test_scoring.py": "reward.failure_score",
     "tests/unit/trainer/test_guards.py": "trainer.alerts.mismatch trainer.alerts.reward_collapse "
     "trainer.alerts.cause trainer.alerts.gap",
     # W&B, which the run does without

@@ -29,7 +29,9 @@ def sample(run: RealRun, record: StepRecord | None = None) -> list[list[tuple[in
         for row in range(24)
     ]
     options = SamplingOptions.for_training(
-        run.services.config.actor_rollout_ref.rollout, run.services.stop_token_ids
+        run.services.config.actor_rollout_ref.rollout,
+        run.services.config.data.max_response_length,
+        run.services.stop_token_ids,
     )
     replace_lost = run.publisher.engine_replacer(0, record or StepRecord())
     samples = run.services.engines.generate(requests, options, replace_lost)
@@ -88,7 +90,7 @@ def test_an_engine_that_dies_in_an_update_ends_the_run_or_is_replaced(
     record = StepRecord()
     record.engines_replaced = 3
     with pytest.raises(
-        RemoteError, match=r"max_engine_replacements=3 .* 4 were lost, the last: rollout engine 0 died"
+        RemoteError, match=r"at most 3 engines .* 4 were lost, the last: rollout engine 0 died"
     ):
         publisher.publish(0, record)
     publisher.publish(0, StepRecord())

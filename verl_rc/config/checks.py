@@ -209,13 +209,12 @@ def _dynamic_sampling(config: RunConfig) -> Iterator[str]:
 
 
 def _overlong_penalty(config: RunConfig) -> Iterator[str]:
-    kwargs = config.reward.reward_kwargs
-    buffer, longest = kwargs.overlong_buffer_cfg, kwargs.max_resp_len
+    buffer, longest = config.reward.reward_kwargs.overlong_buffer_cfg, config.data.max_response_length
     key = "reward.reward_kwargs.overlong_buffer_cfg"
     if buffer.enable and (buffer.len is None or buffer.len > longest):
         yield (
             f"{key}.len must be given with {key}.enable=True, and be at most "
-            f"reward.reward_kwargs.max_resp_len={longest}; got {buffer.len}."
+            f"data.max_response_length={longest}; got {buffer.len}."
         )
 
 
@@ -238,11 +237,6 @@ def _token_budgets(config: RunConfig) -> Iterator[str]:
         yield (
             f"actor_rollout_ref.rollout.max_model_len must be at least {_longest_row(config)}, got "
             f"{rollout.max_model_len}."
-        )
-    if rollout.response_length > config.data.max_response_length:
-        yield (
-            "actor_rollout_ref.rollout.response_length must be at most "
-            f"data.max_response_length={config.data.max_response_length}, got {rollout.response_length}."
         )
 
 
@@ -477,15 +471,11 @@ def _alerts(config: RunConfig) -> Iterator[str]:
                 "mode (algorithm.rollout_correction.bypass_mode=True), and with proximal=interpolate, the "
                 "update itself measures it; pass save_and_stop or warn."
             )
-    for name, action, limit in (
-        ("mismatch", alerts.mismatch, "mismatch_limit"),
-        ("reward_collapse", alerts.reward_collapse, "reward_drop"),
-    ):
-        if action != "warn" and getattr(alerts, limit) is None:
-            yield (
-                f"trainer.alerts.{name}={action} needs a limit above which it acts, got "
-                f"trainer.alerts.{limit}=null, which means never; pass a number, or drop one of them."
-            )
+    if alerts.mismatch != "warn" and alerts.mismatch_limit is None:
+        yield (
+            f"trainer.alerts.mismatch={alerts.mismatch} needs a limit above which it acts, got "
+            "trainer.alerts.mismatch_limit=null, which means never; pass a number, or drop one of them."
+        )
     if alerts.cause != "warn" and correction.diagnostics != "full":
         yield (
             f"trainer.alerts.cause={alerts.cause} needs signatures; pass "
@@ -497,7 +487,7 @@ def _alerts(config: RunConfig) -> Iterator[str]:
 def _ray(config: RunConfig) -> Iterator[str]:
     ray_init = config.ray_kwargs.ray_init
     local = ray_init.model_dump(
-        include={"num_cpus", "num_gpus", "object_store_memory", "loopback_only"}, exclude_defaults=True
+        include={"num_cpus", "num_gpus", "object_store_memory"}, exclude_defaults=True
     )
     settings = ", ".join(f"{name}={value}" for name, value in local.items())
     if ray_init.address is not None and settings:

@@ -164,9 +164,7 @@ class SyncProofConfig(StrictModel):
     """Weight updates between two canary checks, which generate tokens after a cached prefix; 0: only at the
     start."""
     canary_num_prompts: int = Field(16, ge=1)
-    """Prompts of one canary check."""
-    canary_max_tokens: int = Field(32, ge=1)
-    """Tokens generated for each of them, at most ``data.max_response_length``."""
+    """Prompts of one canary check, each with up to 32 generated tokens."""
     survival_freq: int = Field(0, ge=0)
     """Steps between two measurements of ``sync/update_survival``, which take a float32 copy of the weights in
     host memory; 0: none."""
@@ -260,8 +258,6 @@ class RolloutConfig(StrictModel):
     rounding may choose others."""
     ignore_eos: bool = False
     """Continue generation after the EOS token."""
-    response_length: int = follows("data.max_response_length", ge=1)
-    """Longest response, tokens."""
     tensor_model_parallel_size: int = Field(2, ge=1)
     """Devices of one engine."""
     nnodes: int = follows("trainer.nnodes", ge=1)
@@ -297,10 +293,6 @@ class RolloutConfig(StrictModel):
     """Split long prefills and mix them with decoding. Without effect on a CPU."""
     enable_prefix_caching: bool = True
     """Reuse the KV cache of shared prefixes, which a weight update empties."""
-    engine_timeout_seconds: float = Field(3600.0, gt=0)
-    """Time limit of one call of an engine, seconds; one that exceeds it is killed and replaced."""
-    max_engine_replacements: int = Field(3, ge=0)
-    """Maximum number of engines replaced in one step; one more ends the run."""
     seed: int = Field(42, ge=0, lt=1 << 32)
     """The engine's seed; requests have seeds of their own (``trainer.seed``)."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")

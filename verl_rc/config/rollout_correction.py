@@ -154,8 +154,6 @@ class RolloutCorrectionConfig(PresetConstructors):
     """Share of response tokens without a finite log-prob above which the run stops."""
     score_centering: ScoreCenteringConfig = ScoreCenteringConfig()
     """The loss less what the sampler expects of it; beside weights and rejection, or alone."""
-    max_skipped_updates: int = Field(10, ge=1)
-    """Consecutive updates skipped because rejection kept no token, after which the run stops."""
     diagnostics: Literal["core", "full"] = "full"
     """core: verl's metrics. full: also percentiles, raw weights, effective sample sizes, and signatures of
     what makes engine and trainer differ."""

@@ -55,11 +55,8 @@ class AlertsConfig(StrictModel):
     """Action while signatures name a cause of the gap that no correction repairs (docs/see_why.md); other
     than ``warn`` it needs ``diagnostics=full``; not ``skip`` where the actor corrects."""
     reward_collapse: AlertAction = "warn"
-    """Action when the mean score of the last ``reward_window`` steps has fallen by more than ``reward_drop``.
-    """
-    reward_drop: float | None = Field(0.5, gt=0)
-    """Fall relative to the best mean so far; a fall within four standard errors does not count. null: never.
-    """
+    """Action when the mean score of the last ``reward_window`` steps has fallen by more than half of the best
+    such mean so far; a fall within four standard errors does not count."""
     reward_window: int = Field(5, ge=1)
     """Steps that are averaged."""
 
@@ -127,8 +124,6 @@ class TrainerConfig(StrictModel):
     """Checkpoint folder (``.../global_step_N``) for ``resume_mode=resume_path``."""
     max_actor_ckpt_to_keep: int | None = Field(None, ge=1)
     """Number of newest checkpoints that are kept; null: all."""
-    max_nonfinite_updates: int = Field(3, ge=1)
-    """Consecutive updates skipped because of a NaN or infinite gradient, after which the run stops."""
     critic_warmup: int = Field(0, ge=0)
     """Steps before this one train the critic only."""
     log_val_generations: int = Field(0, ge=0)
@@ -147,9 +142,9 @@ class TrainerConfig(StrictModel):
     """``at_end``: the run writes ``report.html`` into its folder when it ends or fails."""
     wandb_text: bool = False
     """Show prompts, responses and tokens in the report's page in W&B."""
-    hang_timeout_seconds: float = Field(1800.0, gt=0)
-    """Time limit for any other answer of a process, seconds. After it, stacks are written to the run's folder
-    and the run ends."""
+    hang_timeout_seconds: float = Field(3600.0, gt=0)
+    """Time limit for any other answer of a process, seconds. An engine that exceeds it is killed and
+    replaced; for another process, stacks are written to the run's folder and the run ends."""
 
     @property
     def validates(self) -> bool:
@@ -161,7 +156,8 @@ class RayInitConfig(StrictModel):
     """``ray_kwargs.ray_init.*``."""
 
     address: str | None = None
-    """A running cluster, e.g. ``auto`` or ``ray://host:10001``; null: start Ray on this machine."""
+    """A running cluster, e.g. ``auto`` or ``ray://host:10001``; null: start Ray on this machine, where it
+    listens on 127.0.0.1 alone."""
     num_cpus: int | None = Field(None, ge=1)
     """Logical CPUs of a local Ray; null: enough for this run."""
     num_gpus: int | None = Field(None, ge=0)
@@ -169,9 +165,6 @@ class RayInitConfig(StrictModel):
     object_store_memory: int | None = Field(None, ge=80_000_000)
     """Shared memory of a local Ray, bytes; null: a tenth of the memory, between 512 MiB and half of /dev/shm.
     """
-    loopback_only: bool = True
-    """A local Ray listens on 127.0.0.1 only. False: on every interface, and anyone who can reach it can run
-    code as you."""
     runtime_env: dict[str, Any] | None = None
     """Ray's runtime environment, e.g. ``py_executable`` or ``env_vars`` (numbers become text, booleans ``1``
     and ``0``)."""

@@ -89,8 +89,8 @@ class RewardModelConfig(StrictModel):
     micro_batch_size_per_gpu: int = Field(8, ge=1)
     """Conversations per forward pass."""
     max_length: int | None = Field(None, ge=1)
-    """Maximum tokens of a conversation; a longer one fails (``reward.on_failure``). null: the model's maximum
-    positions."""
+    """Maximum tokens of a conversation; a longer one fails (``reward.failure_score``). null: the model's
+    maximum positions."""
     n_gpus_per_node: int = Field(0, ge=0, le=1)
     """GPUs of the reward model, besides those of trainer and engines; 0: it computes on the CPU."""
     trust_remote_code: bool = False
@@ -104,10 +104,10 @@ class OverlongBufferConfig(StrictModel):
     enable: bool = False
     """Subtract the penalty from training scores, not from validation scores."""
     len: int | None = Field(None, ge=1)
-    """Tokens before ``max_resp_len`` over which the penalty grows from 0 to ``penalty_factor``; needed with
-    ``enable``."""
+    """Tokens before ``data.max_response_length`` over which the penalty grows from 0 to ``penalty_factor``;
+    needed with ``enable``."""
     penalty_factor: float = Field(1.0, ge=0)
-    """The penalty of a response of ``max_resp_len`` tokens, in units of reward."""
+    """The penalty of a response of ``data.max_response_length`` tokens, in units of reward."""
     log: bool = False
     """Write columns ``overlong_reward`` and ``overlong`` into ``trainer.rollout_data_dir``."""
 
@@ -115,8 +115,6 @@ class OverlongBufferConfig(StrictModel):
 class RewardKwargsConfig(StrictModel):
     """``reward.reward_kwargs.*``."""
 
-    max_resp_len: int = follows("data.max_response_length", ge=1)
-    """Length at which the overlong penalty is full, tokens."""
     overlong_buffer_cfg: OverlongBufferConfig = OverlongBufferConfig()
     """Overlong penalty."""
 
@@ -136,18 +134,13 @@ class RewardConfig(StrictModel):
     """Concurrent calls in one process; above 1 the function must be ``async def``."""
     timeout_seconds: float = Field(60.0, gt=0)
     """Time limit of one call, seconds; a sample that exceeds it counts as failed."""
-    memory_limit_megabytes: int | None = Field(None, ge=256)
-    """Address space of one such process, MiB; a call that needs more fails. null: no limit."""
     pass_env: Annotated[list[str], OneOrMore] = []
     """Environment variables that your function gets although their names or values look like secrets, such as
     ``JUDGE_API_KEY``."""
-    on_failure: Literal["stop", "score"] = "stop"
-    """Action when a call raises, hangs, kills its process or returns no number. ``stop``: the run stops and
-    names the sample (an asynchronous run first replaces it, until more than 1 % of the last 100 failed).
-    ``score``: the sample gets ``failure_score`` and accuracy 0. A built-in math scorer that fails gives a
-    wrong answer in both cases."""
     failure_score: float | None = Field(None, allow_inf_nan=False)
-    """Score of a failed sample; needed with ``on_failure=score``, refused otherwise."""
+    """Score of a sample whose call raises, hangs, kills its process or returns no number; its accuracy is 0.
+    null: the run stops and names the sample (an asynchronous run first replaces it, until more than 1 % of
+    the last 100 failed). A built-in math scorer that fails gives a wrong answer in both cases."""
 
     @property
     def uses_built_in_scorers(self) -> bool:
@@ -156,11 +149,6 @@ class RewardConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
-        if (self.on_failure == "score") != (self.failure_score is not None):
-            raise ValueError(
-                "reward.failure_score belongs to reward.on_failure=score, which needs it; got "
-                f"on_failure={self.on_failure} and failure_score={self.failure_score}"
-            )
         if self.reward_model.enable != (self.reward_model.model_path is not None):
             raise ValueError(
                 "reward.reward_model.model_path belongs to reward.reward_model.enable=True, which needs it; "

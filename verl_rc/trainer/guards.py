@@ -44,7 +44,7 @@ class Guards:
             record.ledger.require_in_batch(int(torch.count_nonzero(batch.response_mask)))
             assert fingerprints is not None
             require_sampled_tokens(fingerprints, batch.tokens, batch.response_mask)
-        collapse = rewards.collapse(self._alerts.reward_window, self._alerts.reward_drop)
+        collapse = rewards.collapse(self._alerts.reward_window)
         record.add({"alerts/reward_collapse": float(collapse is not None)})
         is_allowed = True
         if collapse is not None:

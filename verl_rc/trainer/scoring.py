@@ -39,7 +39,7 @@ class ResponseScorer:
     def score(self, rows: Sequence[PromptRow], texts: Sequence[str]) -> list[RewardOutput]:
         """The output for each response, in order; ``rows`` are their prompts.
 
-        Raises ``RewardError`` at the first failure with ``reward.on_failure=stop``, naming the sample.
+        Raises ``RewardError`` at the first failure without ``reward.failure_score``, naming the sample.
         """
         outputs: dict[int, RewardOutput] = {}
         failures = []
@@ -111,8 +111,8 @@ class ResponseScorer:
         if self._config.failure_score is not None:
             return RewardOutput(self._config.failure_score, {FAILURE_COLUMN: str(error)})
         raise RewardError(
-            f"{error} The run stops because of reward.on_failure=stop: correct the cause, or pass "
-            "reward.on_failure=score reward.failure_score=<number> to give such samples that score and count "
+            f"{error} The run stops: correct the cause, or pass "
+            "reward.failure_score=<number> to give such samples that score and count "
             "them in reward/failed_fraction."
         ) from error
 

@@ -311,10 +311,7 @@ def _build_engines(
     limit = config.trainer.ready_timeout_seconds
     with log_wait(f"{engines.num_engines} vLLM engine(s): import and model"), _as_config_errors():
         wait_for_all(imports, limit)
-        wait_for_all(
-            engines.build(options, config.actor_rollout_ref.rollout.engine_timeout_seconds),
-            limit,
-        )
+        wait_for_all(engines.build(options, config.trainer.hang_timeout_seconds), limit)
         engines.sleep()
     facts = engines.facts()
     for name, text in facts.measured.items():

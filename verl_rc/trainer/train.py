@@ -125,19 +125,17 @@ class Updated:
 
 def update(services: Services, before: Updated, inputs: StepInputs, step: Step) -> Updated:
     """Update the critic, and the actor once the critic's warm-up is over."""
-    trainer, correction = services.config.trainer, services.config.algorithm.rollout_correction
-    limit, left_out = trainer.max_nonfinite_updates, before.left_out
-    critic_steps = stages.update_critic(services, inputs, step)
-    nonfinite = count_nonfinite_updates(left_out.nonfinite_critic, "critic", critic_steps, limit)
+    left_out, critic_steps = before.left_out, stages.update_critic(services, inputs, step)
+    nonfinite = count_nonfinite_updates(left_out.nonfinite_critic, "critic", critic_steps)
     left_out = replace(left_out, nonfinite_critic=nonfinite)
-    if step.number < trainer.critic_warmup:
+    if step.number < services.config.trainer.critic_warmup:
         guards.withhold(inputs.batch, step.record)
         return replace(before, left_out=left_out)
     report = stages.update_actor(services, before.findings.next_gap_limit, inputs.batch, step)
     left_out = replace(
         left_out,
-        skipped=count_skipped_updates(left_out.skipped, report.loss_tokens, correction.max_skipped_updates),
-        nonfinite_actor=count_nonfinite_updates(left_out.nonfinite_actor, "actor", report.steps, limit),
+        skipped=count_skipped_updates(left_out.skipped, report.loss_tokens),
+        nonfinite_actor=count_nonfinite_updates(left_out.nonfinite_actor, "actor", report.steps),
     )
     findings = judge(services, before.findings, report.measured, step)
     if report.measured is not None:

@@ -28,6 +28,11 @@ from verl_rc.trainer.log import log
 from verl_rc.trainer.services import Services
 from verl_rc.trainer.step_record import StepRecord
 
+CANARY_TOKENS = 32
+"""Tokens that are generated for a canary prompt, at most ``data.max_response_length``."""
+MOST_REPLACEMENTS = 3
+"""Engines that are replaced in one step at most; one more ends the run."""
+
 
 class Publisher:
     """Brings the actor's weights to the engines, with proof, also to those that replace lost ones."""
@@ -155,18 +160,16 @@ class Publisher:
         """Start new engines in the places of the lost ones and connect them to the trainer; they have no
         weights yet.
 
-        Raises ``RemoteError`` when more than ``rollout.max_engine_replacements`` were lost in one step or a
-        rank's node is gone, and ``EnginesLostError`` when new ones do not start or others are lost meanwhile.
+        Raises ``RemoteError`` when more than ``MOST_REPLACEMENTS`` were lost in one step or a rank's node is
+        gone, and ``EnginesLostError`` when new ones do not start or others are lost meanwhile.
         """
         services = self._services
-        limit = self._rollout.max_engine_replacements
         record.engines_replaced += len(error.engines)
         record.requests_reissued += services.engines.num_held(error.engines)
-        if record.engines_replaced > limit:
+        if record.engines_replaced > MOST_REPLACEMENTS:
             raise RemoteError(
-                f"at most actor_rollout_ref.rollout.max_engine_replacements={limit} engines are replaced in "
-                f"one step, but {record.engines_replaced} were lost, the last: {error}. Look for what kills "
-                "them (memory?), or raise the limit."
+                f"at most {MOST_REPLACEMENTS} engines are replaced in a step, but {record.engines_replaced} "
+                f"were lost, the last: {error}. Look for what kills them (memory?)."
             ) from error
         # An engine whose node has left has no place to restart in, and the node's rank is lost too.
         services.actor.processes.require_nodes()
@@ -257,10 +260,9 @@ class Publisher:
 
     @property
     def _canary_options(self) -> SamplingOptions:
-        sampling = SamplingOptions.for_training(self._rollout, self._services.stop_token_ids)
-        proof, data = self._rollout.sync_proof, self._services.config.data
-        max_tokens = min(proof.canary_max_tokens, data.max_response_length)
-        return replace(sampling, max_tokens=max_tokens, ignore_eos=True)
+        max_tokens = min(CANARY_TOKENS, self._services.config.data.max_response_length)
+        sampling = SamplingOptions.for_training(self._rollout, max_tokens, self._services.stop_token_ids)
+        return replace(sampling, ignore_eos=True)
 
 
 def pause_metrics(interrupted: Sequence[Interrupted]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from made_samples import part
 from small_models import small_run_config
 from torch.utils.data import DataLoader
 
+from verl_rc.algorithm.health.guards import count_skipped_updates
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.algorithm.rewards import RewardOutput
 from verl_rc.metrics import Metric
@@ -46,8 +47,6 @@ OVERRIDES = (
     "algorithm.rollout_correction.rollout_rs_threshold=1.01",
     "algorithm.rollout_correction.rollout_rs_target_acceptance=0.6",
     "algorithm.rollout_correction.diagnostics=full",
-    "algorithm.rollout_correction.max_skipped_updates=100",
-    "trainer.max_nonfinite_updates=100",
     "trainer.alerts.reward_collapse=warn",
     "trainer.alerts.reward_window=1",
     "trainer.save_freq=1",
@@ -330,3 +329,5 @@ def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "wait_for_all", lambda pending: [])
     monkeypatch.setattr(weights, "check_receipts", lambda *_: None)
     monkeypatch.setattr("verl_rc.trainer.train.draw_curves", lambda folder: "")
+    patient = partial(count_skipped_updates, limit=100)
+    monkeypatch.setattr("verl_rc.trainer.train.count_skipped_updates", patient)

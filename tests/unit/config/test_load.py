@@ -162,7 +162,7 @@ MISTAKES = [
     ("actor_rollout_ref.rollout.max_model_len=100", "max_model_len must be at least"),
     (
         "actor_rollout_ref.rollout.response_length=9999",
-        "response_length must be at most data.max_response_length",
+        "it always equals data.max_response_length",
     ),
     ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "must be a multiple of"),
     ("actor_rollout_ref.rollout.val_kwargs.n=4", "greedy samples would all be equal"),
@@ -218,11 +218,7 @@ MISTAKES = [
         "trainer.alerts.mismatch=save_and_stop needs a limit above which it acts, got "
         "trainer.alerts.mismatch_limit=null",
     ),
-    (
-        "trainer.alerts.reward_collapse=skip trainer.alerts.reward_drop=null",
-        "trainer.alerts.reward_collapse=skip needs a limit above which it acts, got "
-        "trainer.alerts.reward_drop=null",
-    ),
+    ("trainer.alerts.reward_drop=null", "it is fixed at 0.5; drop it"),
     ("trainer.resume_from_path=/x", "has no effect with trainer.resume_mode=auto"),
     (
         "actor_rollout_ref.actor.optim=3 actor_rollout_ref.actor.grad_clip=1",  # which moved below optim
@@ -272,15 +268,15 @@ MISTAKES = [
     (
         "reward.reward_kwargs.overlong_buffer_cfg.enable=True "
         "reward.reward_kwargs.overlong_buffer_cfg.len=100000",
-        "be at most reward.reward_kwargs.max_resp_len",
+        "be at most data.max_response_length",
     ),
     (
         "ray_kwargs.ray_init.address=auto ray_kwargs.ray_init.num_cpus=4",
         "joins a running cluster, which was started with settings of its own, but num_cpus=4 was given",
     ),
     (
-        "ray_kwargs.ray_init.address=auto ray_kwargs.ray_init.loopback_only=False",
-        "but loopback_only=False was given; drop that, or the address",
+        "ray_kwargs.ray_init.loopback_only=False",
+        "a local Ray listens on 127.0.0.1 alone",
     ),
     ("trainer.logger=[console,fax]", "trainer.logger.1 must be"),
     ("trainer.device=tpu", "trainer.device"),

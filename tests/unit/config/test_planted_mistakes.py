@@ -362,9 +362,9 @@ BATCHES: list[Mistake] = [
     (
         f"{ROLLOUT}.response_length=9999",
         f"{ROLLOUT}.response_length",
-        "must be at most",
-        "got 9999",
-        "data.max_response_length=512",
+        "always equals",
+        "=9999",
+        "data.max_response_length; write that",
     ),
 ]
 

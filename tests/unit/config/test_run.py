@@ -18,19 +18,19 @@ GIVEN = {
 
 def test_values_follow_their_sources_unless_given() -> None:
     config = RunConfig.model_validate(GIVEN)
-    assert config.actor_rollout_ref.rollout.response_length == 77
     assert config.actor_rollout_ref.actor.loss_scale_factor == 77
     assert config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu == 3
     assert config.trainer.default_local_dir == "checkpoints/verl_rc/default"
-    given = {**GIVEN, "actor_rollout_ref": {**GIVEN["actor_rollout_ref"], "rollout": {"response_length": 5}}}
-    assert RunConfig.model_validate(given).actor_rollout_ref.rollout.response_length == 5
+    actor = {**GIVEN["actor_rollout_ref"]["actor"], "loss_scale_factor": 5}
+    given = {**GIVEN, "actor_rollout_ref": {**GIVEN["actor_rollout_ref"], "actor": actor}}
+    assert RunConfig.model_validate(given).actor_rollout_ref.actor.loss_scale_factor == 5
 
 
 def test_runs_share_nothing() -> None:
     first = RunConfig.model_validate(GIVEN)
     other = {**GIVEN, "data": {**GIVEN["data"], "max_response_length": 5}}
-    assert RunConfig.model_validate(other).actor_rollout_ref.rollout.response_length == 5
-    assert first.actor_rollout_ref.rollout.response_length == 77
+    assert RunConfig.model_validate(other).actor_rollout_ref.actor.loss_scale_factor == 5
+    assert first.actor_rollout_ref.actor.loss_scale_factor == 77
 
 
 def test_every_followed_key_exists() -> None:

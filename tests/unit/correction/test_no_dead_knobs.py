@@ -13,7 +13,6 @@ from planned_runs import corrected
 from pydantic import ValidationError
 from small_models import small_run_config
 
-from verl_rc.algorithm.health.guards import TooManySkippedUpdatesError, count_skipped_updates
 from verl_rc.algorithm.losses import Aggregation
 from verl_rc.algorithm.ppo.control import Control
 from verl_rc.algorithm.ppo.modes import correction_mode
@@ -28,7 +27,7 @@ from verl_rc.records.scored_batch import ScoredBatch
 
 METRICS_ONLY = {"diagnostics"}
 """Options that change what is measured, never what is trained on."""
-RUN_CONTROL = {"max_skipped_updates", "nonfinite_stop_fraction"}
+RUN_CONTROL = {"nonfinite_stop_fraction"}
 """Options that decide when a run stops."""
 NEXT_STEP = {"rollout_rs_target_acceptance"}
 """Options that act on the steps after the one they see."""
@@ -312,11 +311,6 @@ def test_metrics_only_options_change_metrics_and_nothing_else(one: Fields, other
 
 
 def test_run_control_decides_when_a_run_stops() -> None:
-    for limit in (2, 3):
-        configured = RolloutCorrectionConfig(max_skipped_updates=limit).max_skipped_updates
-        in_a_row = count_skipped_updates(0, [0] * (limit - 1), configured)
-        with pytest.raises(TooManySkippedUpdatesError):
-            count_skipped_updates(in_a_row, [0], configured)
     require_finite(0.02, RolloutCorrectionConfig(nonfinite_stop_fraction=0.03))
     with pytest.raises(NonFiniteLogProbError):
         require_finite(0.02, RolloutCorrectionConfig(nonfinite_stop_fraction=0.01))

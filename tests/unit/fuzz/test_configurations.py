@@ -48,7 +48,7 @@ def outcome(overrides: list[str], folder: Path) -> str:
 def test_overrides_are_accepted_or_refused_with_a_sentence(generate: Any, tmp_path: Path) -> None:
     outcomes = [outcome(generate(random.Random(seed)), tmp_path) for seed in range(100)]
     accepted = outcomes.count("accepted")
-    assert accepted >= (20 if generate is typed else 1)
+    assert generate is mistyped or accepted >= 20
     assert len(outcomes) - accepted >= 20
 
 

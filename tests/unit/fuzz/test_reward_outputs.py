@@ -155,7 +155,7 @@ def behaviour(seed: int) -> Callable[[str], Any]:
 def config(tmp_path_factory: pytest.TempPathFactory) -> RewardConfig:
     path = tmp_path_factory.mktemp("reward") / "mine.py"
     path.write_text(SOURCE)
-    section = {"custom_reward_function": {"path": str(path)}, "on_failure": "score", "failure_score": -1.0}
+    section = {"custom_reward_function": {"path": str(path)}, "failure_score": -1.0}
     return RewardConfig.model_validate(section)
 
 

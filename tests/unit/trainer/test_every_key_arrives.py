@@ -114,7 +114,7 @@ def test_arguments_of_the_engine(override: str, argument: str, value: Any) -> No
 
 
 def training(config: RunConfig) -> tuple[float, int, float, int]:
-    options = SamplingOptions.for_training(config.actor_rollout_ref.rollout, ())
+    options = SamplingOptions.for_training(config.actor_rollout_ref.rollout, 9, ())
     return options.top_p, options.top_k, options.min_p, options.max_kept_tokens
 
 
@@ -212,16 +212,13 @@ def test_arguments_of_ray(overrides: str, argument: str, value: Any, monkeypatch
     assert seen[argument] == value
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_ray_listens_on_loopback_alone_unless_told_otherwise(
-    alone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     monkeypatch.setattr(ray_session, "_listen_on_loopback", seen.append)
     monkeypatch.setattr("ray.init", lambda **_: None)
     monkeypatch.setenv("PYTHONPATH", "")
-    start_ray(load("" if alone else "ray_kwargs.ray_init.loopback_only=False").ray_kwargs.ray_init, 1)
-    assert seen == [alone]
+    start_ray(load("").ray_kwargs.ray_init, 1)
+    assert seen == [True]
 
 
 READING = """

@@ -24,7 +24,7 @@ from verl_rc.trainer.scoring import (
 
 OWN = {"custom_reward_function": {"path": "mine.py"}}
 MODEL = {"reward_model": {"enable": True, "model_path": "judge"}}
-INSTEAD = {"on_failure": "score", "failure_score": -2.0}
+INSTEAD = {"failure_score": -2.0}
 
 
 def row(data_source: str, ground_truth: object = "12") -> PromptRow:
@@ -105,7 +105,7 @@ def test_a_function_of_ones_own_gets_the_models_score() -> None:
             [OWN],
             "mine",
             "bad",
-            r"it hung for row 30 \(data_source 'mine', response 'bad'\). The run stops because of",
+            r"it hung for row 30 \(data_source 'mine', response 'bad'\). The run stops: correct",
         ),
         (
             [MODEL],
@@ -126,7 +126,7 @@ def test_a_failure_stops_the_run_and_says_how_to_go_on(
 ) -> None:
     with pytest.raises(RewardError, match=message) as raised:
         scorer(*sections).score([row(source), row(source, "no number")], ["#### 12", text])
-    assert "pass reward.on_failure=score reward.failure_score=<number>" in str(raised.value)
+    assert "pass reward.failure_score=<number>" in str(raised.value)
 
 
 def test_a_failure_gets_the_score_given_and_is_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:

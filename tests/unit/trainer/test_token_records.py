@@ -51,7 +51,7 @@ def test_first_steps_every_so_many_and_after_checkpoints(tmp_path: Path) -> None
         None,
         "trainer.save_freq=4",
         "trainer.token_records.freq=3",
-        "trainer.alerts.reward_drop=null",
+        "trainer.alerts.reward_window=100",
         "algorithm.rollout_correction.rollout_rs=null",
         "algorithm.rollout_correction.rollout_rs_threshold=null",
         "algorithm.rollout_correction.rollout_rs_target_acceptance=null",

@@ -88,12 +88,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
-def on(machine: Machine, limit: int) -> weights.Publisher:
-    return weights.Publisher(run_on(machine, limit), RunState())
+def on(machine: Machine) -> weights.Publisher:
+    return weights.Publisher(run_on(machine), RunState())
 
 
-def run_on(machine: Machine, limit: int) -> Services:
-    rollout = SimpleNamespace(max_engine_replacements=limit, sync_proof=SimpleNamespace(canary_freq=0))
+def run_on(machine: Machine) -> Services:
+    rollout = SimpleNamespace(sync_proof=SimpleNamespace(canary_freq=0))
     run = SimpleNamespace(
         config=SimpleNamespace(
             actor_rollout_ref=SimpleNamespace(rollout=rollout),
@@ -109,9 +109,7 @@ def run_on(machine: Machine, limit: int) -> Services:
 
 def test_new_engines_get_the_weights_the_others_have_with_proof(machine: Machine) -> None:
     record = StepRecord()
-    machine.generate(
-        [GenerationRequest([1], 0)] * 8, OPTIONS, on(machine, limit=3).engine_replacer(4, record)
-    )
+    machine.generate([GenerationRequest([1], 0)] * 8, OPTIONS, on(machine).engine_replacer(4, record))
     assert machine.done == [
         ("replace", [1]),
         "sleep",
@@ -131,14 +129,14 @@ def test_new_engines_get_the_weights_the_others_have_with_proof(machine: Machine
 def test_requests_of_an_engine_that_is_lost_while_another_is_replaced_are_counted(machine: Machine) -> None:
     machine.losses, machine.failed_starts = [loss(0)], [loss(1)]
     record = StepRecord()
-    machine.generate([], OPTIONS, on(machine, limit=3).engine_replacer(4, record))
+    machine.generate([], OPTIONS, on(machine).engine_replacer(4, record))
     assert (record.engines_replaced, record.requests_reissued) == (3, 16)
 
 
 def test_a_loss_in_an_update_and_another_while_that_is_mended(machine: Machine) -> None:
     machine.losses = [loss(0), loss(0, 1)]
     record = StepRecord()
-    on(machine, limit=3).publish(5, record)
+    on(machine).publish(5, record)
     assert [step for step in machine.done if step[0] in ("replace", "deliver", "canary")] == [
         ("deliver", 5),
         ("replace", [0]),
@@ -151,21 +149,20 @@ def test_a_loss_in_an_update_and_another_while_that_is_mended(machine: Machine) 
 
 
 def test_engines_that_do_not_start_are_started_again_as_long_as_the_limit_allows(machine: Machine) -> None:
-    machine.losses, machine.failed_starts = [loss(0, 1)], [loss(1), loss(1)]
+    machine.losses, machine.failed_starts = [loss(0, 1)], [loss(1)]
     record = StepRecord()
-    on(machine, limit=4).publish(5, record)
+    on(machine).publish(5, record)
     assert [step for step in machine.done if step[0] in ("replace", "deliver", "canary")] == [
         ("deliver", 5),
         ("replace", [0, 1]),
         ("replace", [1]),
-        ("replace", [1]),
         ("deliver", 5),
         ("canary", 5),
     ]
-    assert record.engines_replaced == 4
+    assert record.engines_replaced == 3
     machine.losses, machine.failed_starts = [loss(0, 1)], [loss(1), loss(1)]
-    with pytest.raises(RemoteError, match=r"max_engine_replacements=3 .*but 4 were lost"):
-        on(machine, limit=3).publish(5, StepRecord())
+    with pytest.raises(RemoteError, match=r"at most 3 engines .*but 4 were lost"):
+        on(machine).publish(5, StepRecord())
 
 
 class Beside(Machine):
@@ -191,25 +188,22 @@ class Beside(Machine):
 def test_seconds_of_a_replacement_beside_training_are_those_of_a_stage(machine: Machine, call: str) -> None:
     with patch("verl_rc.trainer.step_record.time.perf_counter", return_value=0.0) as clock:
         record = StepRecord()
-        getattr(on(Beside(clock), limit=1), call)(5, record)
+        getattr(on(Beside(clock)), call)(5, record)
         assert record.seconds == {"update_weights": 5.0}
 
 
-@pytest.mark.parametrize("limit", [0, 2])
-def test_more_losses_than_allowed_end_the_run_with_the_last(machine: Machine, limit: int) -> None:
-    machine.losses = [loss(0)] * 4
-    expected = (
-        rf"max_engine_replacements={limit} .*but {limit + 1} were lost, the last: rollout engine 0 died"
-    )
+def test_more_losses_than_allowed_end_the_run_with_the_last(machine: Machine) -> None:
+    machine.losses = [loss(0)] * 5
+    expected = r"at most 3 engines .*but 4 were lost, the last: rollout engine 0 died"
     with pytest.raises(RemoteError, match=expected):
-        on(machine, limit).publish(5, StepRecord())
-    assert [step for step in machine.done if step[0] == "replace"] == [("replace", [0])] * limit
+        on(machine).publish(5, StepRecord())
+    assert [step for step in machine.done if step[0] == "replace"] == [("replace", [0])] * 3
 
 
 def test_canaries_count_publications(machine: Machine) -> None:
     """Of weights that are published every third step, every second version has them; the last one may come
     early."""
-    run = run_on(machine, limit=0)
+    run = run_on(machine)
     run.config.actor_rollout_ref.rollout.sync_proof.canary_freq = 2  # type: ignore[misc]
     run.config.async_training = AsyncTrainingConfig(trigger_parameter_sync_step=3)  # type: ignore[misc]
     for version in (3, 6, 9, 11):

@@ -10,17 +10,25 @@ from torch import Tensor
 
 from verl_rc.records.optimizer_step import OptimizerStep
 
+MOST_SKIPPED_UPDATES = 10
+"""Consecutive updates skipped because rejection kept no token, after which the run stops."""
+MOST_NONFINITE_UPDATES = 3
+"""Consecutive updates skipped because of a NaN or infinite gradient, after which the run stops."""
+REWARD_DROP = 0.5
+"""Fall of the mean score, relative to the best mean so far, that is a collapse."""
+
 
 class TooManySkippedUpdatesError(RuntimeError):
     """Too many mini-batches in a row kept no token."""
 
 
-def count_skipped_updates(in_a_row: int, kept_tokens: Iterable[int], limit: int) -> int:
+def count_skipped_updates(
+    in_a_row: int, kept_tokens: Iterable[int], limit: int = MOST_SKIPPED_UPDATES
+) -> int:
     """Optimizer steps in a row that were skipped because no token of their mini-batch was kept.
 
     ``in_a_row`` were skipped up to now; ``kept_tokens`` are those of each following mini-batch, in their
-    order. Raises ``TooManySkippedUpdatesError`` at ``limit``
-    (``algorithm.rollout_correction.max_skipped_updates``).
+    order. Raises ``TooManySkippedUpdatesError`` at ``limit``.
     """
     for count in kept_tokens:
         in_a_row = 0 if count else in_a_row + 1
@@ -29,7 +37,7 @@ def count_skipped_updates(in_a_row: int, kept_tokens: Iterable[int], limit: int)
                 "rollout correction must leave something of a mini-batch, but it rejected every token of "
                 f"{in_a_row} in a row. Look at rollout_corr/kl and the rollout_rs_* metrics: widen "
                 "algorithm.rollout_correction.rollout_rs_threshold, or find out why trainer and engine "
-                "disagree. algorithm.rollout_correction.max_skipped_updates sets the limit."
+                "disagree."
             )
     return in_a_row
 
@@ -38,13 +46,14 @@ class NonFiniteGradientsError(RuntimeError):
     """Too many gradients in a row were not finite."""
 
 
-def count_nonfinite_updates(in_a_row: int, role: str, steps: Iterable[OptimizerStep], limit: int) -> int:
+def count_nonfinite_updates(
+    in_a_row: int, role: str, steps: Iterable[OptimizerStep], limit: int = MOST_NONFINITE_UPDATES
+) -> int:
     """Optimizer steps in a row of ``role`` that were left out because their gradient was NaN or infinite.
 
     ``in_a_row`` were left out up to now; ``steps`` are those that follow, in their order. An overflow of
     float16 is none of them and ends no row: it halves the scale of the loss, and from a scale of 1 on the
-    gradient itself is not finite. Raises ``NonFiniteGradientsError`` at ``limit``
-    (``trainer.max_nonfinite_updates``).
+    gradient itself is not finite. Raises ``NonFiniteGradientsError`` at ``limit``.
     """
     for step in steps:
         if step.outcome == "overflow":
@@ -54,8 +63,7 @@ def count_nonfinite_updates(in_a_row: int, role: str, steps: Iterable[OptimizerS
             raise NonFiniteGradientsError(
                 f"the {role}'s gradients must be finite, but those of {limit} optimizer steps in a row were "
                 "NaN or infinite. They were left out, so the weights are as before. Lower the learning rate, "
-                "look for extreme rewards and advantages, or compute in float32 (fsdp_config.dtype); "
-                "trainer.max_nonfinite_updates sets the limit."
+                "look for extreme rewards and advantages, or compute in float32 (fsdp_config.dtype)."
             )
     return in_a_row
 
@@ -138,13 +146,13 @@ class RewardHistory:
         mean, _ = _mean_and_variance(recent)
         return RewardHistory(recent, mean if self.best is None else max(self.best, mean))
 
-    def collapse(self, window: int, drop: float | None) -> str | None:
-        """The sentence about a collapse. None if there is none, or ``drop`` is None.
+    def collapse(self, window: int, drop: float = REWARD_DROP) -> str | None:
+        """The sentence about a collapse. None if there is none.
 
         The reward has collapsed when the mean of the last ``window`` steps is below the best one by more than
-        the share ``drop`` of it (``trainer.alerts.reward_drop``), and by more than chance explains.
+        the share ``drop`` of it, and by more than chance explains.
         """
-        if drop is None or self.best is None or len(self.recent) < window:
+        if self.best is None or len(self.recent) < window:
             return None
         mean, variance = _mean_and_variance(self.recent)
         count, fall = sum(step.count for step in self.recent), self.best - mean
@@ -152,7 +160,7 @@ class RewardHistory:
             return None
         return (
             f"the mean score of the last {len(self.recent)} steps is {mean:.3g}, down from {self.best:.3g}: "
-            f"more than trainer.alerts.reward_drop={drop:g} of it is lost"
+            f"more than {drop:.0%} of it is lost"
         )
 
 

@@ -190,6 +190,10 @@ AGREEMENTS = {
     "actor_rollout_ref.rollout.prompt_length": _equal(
         lambda config: config.data.max_prompt_length, "data.max_prompt_length"
     ),
+    **dict.fromkeys(
+        ("actor_rollout_ref.rollout.response_length", "reward.reward_kwargs.max_resp_len"),
+        _equal(lambda config: config.data.max_response_length, "data.max_response_length"),
+    ),
     **{
         f"data.{name}": _equal(_environment_argument(name), f"{_ROLLOUT}.multi_turn.{name}")
         for name in ("tool_config_path", "function_tool_path")

@@ -505,7 +505,27 @@ ignore them."""
 
 _DISTILLED = "distillation.distillation_loss"
 _BY_THE_AUTHORS = Refusal("it has the value of the method's authors; drop it")
+_FIXED = "it is fixed at {}; drop it"
 _REMOVED = {
+    **{
+        key: Refusal(_FIXED.format(value), (value,))
+        for key, value in {
+            "trainer.max_nonfinite_updates": 3,
+            "trainer.alerts.reward_drop": 0.5,
+            "algorithm.rollout_correction.max_skipped_updates": 10,
+            f"{_ROLLOUT}.max_engine_replacements": 3,
+            f"{_ROLLOUT}.sync_proof.canary_max_tokens": 32,
+        }.items()
+    },
+    f"{_ROLLOUT}.engine_timeout_seconds": Refusal(
+        "the limit of all processes holds; write trainer.hang_timeout_seconds"
+    ),
+    "ray_kwargs.ray_init.loopback_only": Refusal(
+        "a local Ray listens on 127.0.0.1 alone; start Ray yourself and write ray_kwargs.ray_init.address",
+        (True,),
+    ),
+    "reward.memory_limit_megabytes": Refusal("only a run has a limit of memory; drop it", (None,)),
+    "reward.on_failure": Refusal("write reward.failure_score instead, for score", ("stop",)),
     f"{_REF}.fsdp_config.optimizer_offload": Refusal("it scores without an optimizer; drop it", _EITHER),
     f"{_DISTILLED}.policy_loss_mode": Refusal("there is PPO's clip alone; write vanilla", ("vanilla", None)),
     **{

@@ -154,7 +154,7 @@ ACCOUNTING = (
     MetricSpec(
         "alerts/reward_collapse",
         "1",
-        "1 if best − last > max(reward_drop · |best|, 4 standard errors), else 0; best, last: mean score "
+        "1 if best − last > max(|best| / 2, 4 standard errors), else 0; best, last: mean score "
         "over trainer.alerts.reward_window steps",
         (0, 0),
     ),

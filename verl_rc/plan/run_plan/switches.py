@@ -135,14 +135,14 @@ def _data_and_rewards(config: RunConfig) -> Iterator[UnreadRule]:
         _keys("reward.custom_reward_function", "name", "reward_kwargs"),
         "custom_reward_function.path=null: no function of your own",
     )
-    processes = _keys("reward", "num_workers", "timeout_seconds", "memory_limit_megabytes")
+    processes = _keys("reward", "num_workers", "timeout_seconds")
     yield (
         reward.reward_model.enable and not has_function,
         processes,
         "the reward model's score is the reward: no function is called",
     )
     environment = config.actor_rollout_ref.rollout.environment
-    scorers = _keys("reward", "custom_reward_function.*", "reward_model.*", "on_failure", "failure_score")
+    scorers = _keys("reward", "custom_reward_function.*", "reward_model.*", "failure_score")
     yield (
         environment.name is not None and environment.reward == "turns",
         (*scorers, *processes),
@@ -188,11 +188,6 @@ def _trainer(config: RunConfig) -> Iterator[UnreadRule]:
     )
     yield alerts.mismatch_limit is None, _keys("trainer.alerts", "mismatch"), "mismatch_limit=null: never"
     yield (
-        alerts.reward_drop is None,
-        _keys("trainer.alerts", "reward_collapse", "reward_window"),
-        "reward_drop=null: never",
-    )
-    yield (
         "wandb" not in trainer.logger or trainer.report != "at_end",
         _keys("trainer", "wandb_text"),
         "no report goes to W&B: it takes logger=wandb and report=at_end",
@@ -211,7 +206,7 @@ def _trainer(config: RunConfig) -> Iterator[UnreadRule]:
     )
     training_keys = (
         *("total_epochs", "total_training_steps", "critic_warmup", "test_freq", "save_freq"),
-        *("val_before_train", "rollout_data_dir", "max_nonfinite_updates", "token_records.*"),
+        *("val_before_train", "rollout_data_dir", "token_records.*"),
     )
     yield (
         trainer.val_only,

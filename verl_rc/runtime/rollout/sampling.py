@@ -47,14 +47,18 @@ class SamplingOptions:
 
     @classmethod
     def for_training(
-        cls, rollout: RolloutConfig, stop_token_ids: tuple[int, ...], head_tokens: int = 0
+        cls,
+        rollout: RolloutConfig,
+        max_tokens: int,
+        stop_token_ids: tuple[int, ...],
+        head_tokens: int = 0,
     ) -> "SamplingOptions":
         """Options of training rollouts."""
         return cls(
             rollout.temperature,
             rollout.top_p,
             rollout.top_k,
-            rollout.response_length,
+            max_tokens,
             stop_token_ids,
             rollout.ignore_eos,
             rollout.min_p,

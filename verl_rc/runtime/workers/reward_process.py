@@ -1,7 +1,6 @@
 """The object of a reward process: it loads the reward function once and scores samples, those of an ``async
 def`` at the same time."""
 
-import resource
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
@@ -32,9 +31,6 @@ class LoadedReward:
         except ValueError as error:
             self._problem = str(error)
             return
-        if config.memory_limit_megabytes is not None:
-            _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
-            resource.setrlimit(resource.RLIMIT_AS, (config.memory_limit_megabytes << 20, hard_limit))
 
     def problem(self) -> str | None:
         """Why the function cannot be loaded. None if it is loaded."""

@@ -19,7 +19,7 @@ from verl_rc.trainer.cluster.engine_work import EngineWork, Request, num_unfinis
 from verl_rc.trainer.cluster.placement import Placement
 from verl_rc.trainer.cluster.remote import Pending, RemoteProcess, as_completed, wait_for_all
 
-_TIMEOUT_KEY = "actor_rollout_ref.rollout.engine_timeout_seconds"
+_TIMEOUT_KEY = "trainer.hang_timeout_seconds"
 _START_TIMEOUT_KEY = "trainer.ready_timeout_seconds"
 _GRACE_SECONDS = 10.0
 """Time for a live process to notice that a process it communicates with has died."""

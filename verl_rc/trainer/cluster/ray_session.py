@@ -81,9 +81,8 @@ def start_ray(config: RayInitConfig, processes: int) -> None:
     WATCHDOG.forget_all()
     options: dict[str, Any] = dict(config.model_dump(exclude_none=True))
     address = options.pop("address", None)
-    loopback_only = options.pop("loopback_only")
     starts_here = address in (None, "local")
-    _listen_on_loopback(starts_here and loopback_only)
+    _listen_on_loopback(starts_here)
     runtime_env = {key: value for key, value in options.pop("runtime_env", {}).items() if value is not None}
     if (
         "env_vars" in runtime_env

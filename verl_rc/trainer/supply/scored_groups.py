@@ -16,7 +16,6 @@ from verl_rc.algorithm.advantage.reward_shaping import episode_scores, overlong_
 from verl_rc.algorithm.rewards import ENVIRONMENT_PREFIX, FAILURE_COLUMN, OVERLONG_COLUMNS, RewardError
 from verl_rc.config.algorithm import REWARD_METRICS, FilterGroupsConfig
 from verl_rc.config.run import RunConfig
-from verl_rc.config.task import RewardKwargsConfig
 from verl_rc.records.dataset import PromptRow
 from verl_rc.records.episode import DROPPED_METRICS, Reply
 from verl_rc.records.groups import Group, Scores
@@ -50,7 +49,7 @@ def score(
         episodes: What the environment replied to the turns of each.
 
     Raises:
-        RewardError: At the first failure with ``reward.on_failure=stop``.
+        RewardError: At the first failure without ``reward.failure_score``.
     """
     # A stop token need not be a special one.
     stops = services.stop_token_ids
@@ -137,18 +136,18 @@ def _scores_of_groups(services: Services, groups: Sequence[Group]) -> list[Score
             return [error]
         return [scores for group in groups for scores in _scores_of_groups(services, [group])]
     lengths = torch.tensor([len(response) for response in responses])
-    scores = _with_overlong_penalty(scores, lengths, services.config.reward.reward_kwargs)
+    scores = _with_overlong_penalty(scores, lengths, services.config)
     ends = torch.tensor([len(group.samples) for group in groups]).cumsum(0).tolist()
     return [scores.part(end - len(group.samples), end) for group, end in zip(groups, ends, strict=True)]
 
 
-def _with_overlong_penalty(scores: Scores, lengths: Tensor, kwargs: RewardKwargsConfig) -> Scores:
+def _with_overlong_penalty(scores: Scores, lengths: Tensor, config: RunConfig) -> Scores:
     """Subtract the penalty on responses of ``lengths`` ``[n]`` tokens, where the run has one."""
-    buffer = kwargs.overlong_buffer_cfg
+    buffer = config.reward.reward_kwargs.overlong_buffer_cfg
     if not buffer.enable:
         return scores
     assert buffer.len is not None
-    penalties = overlong_penalty(lengths, kwargs.max_resp_len, buffer.len, buffer.penalty_factor)
+    penalties = overlong_penalty(lengths, config.data.max_response_length, buffer.len, buffer.penalty_factor)
     columns = dict(zip(OVERLONG_COLUMNS, (penalties.tolist(), (penalties < 0).tolist()), strict=True))
     extras = {**scores.extras, **(columns if buffer.log else {})}
     return replace(scores, values=scores.values + penalties, extras=extras, unpenalised=scores.values)

@@ -94,7 +94,10 @@ class Supply:
         self._requests = GroupRequests(
             services.engines,
             SamplingOptions.for_training(
-                rollout, services.stop_token_ids, config.algorithm.rollout_correction.head_tokens
+                rollout,
+                config.data.max_response_length,
+                services.stop_token_ids,
+                config.algorithm.rollout_correction.head_tokens,
             ),
             rollout.n,
             config.trainer.seed,

@@ -158,7 +158,7 @@ def test_defaults_are_verls_but_for_those_that_the_document_lists() -> None:
     assert differing == {key: value for key, (value, _) in OTHER_DEFAULTS.items()}
 
 
-OF_VERLS_RECIPES = ("async_training", "reward.reward_kwargs", "reward.reward_kwargs.overlong_buffer_cfg")
+OF_VERLS_RECIPES = ("async_training", "reward.reward_kwargs.overlong_buffer_cfg")
 """Sections that recipes of verl add to its file."""
 
 

@@ -840,7 +840,7 @@ def a_reward_that_has_collapsed():
     guards = Guards(AlertsConfig(reward_window=1, reward_collapse="skip"), Mock(), Mock())
     record, batch = StepRecord(), train_batch()
     record.ledger.add_sampled(6)
-    rewards = SimpleNamespace(collapse=lambda window, drop: "from 1 to 0")
+    rewards = SimpleNamespace(collapse=lambda window: "from 1 to 0")
     with patch("verl_rc.trainer.guards.require_sampled_tokens"):
         inputs, found = SimpleNamespace(scored=Mock(), batch=batch), Findings(None, HealthHistory())
         assert not guards.decide_update(rewards, inputs, found, step_of(record))

@@ -30,10 +30,6 @@ TURNED_OFF: list[tuple[Given, Given]] = [
     for switches, leaves in [
         ({"trainer.alerts.mismatch_limit": None}, {"trainer.alerts.mismatch": "save_and_stop"}),
         (
-            {"trainer.alerts.reward_drop": None},
-            {"trainer.alerts.reward_collapse": "skip", "trainer.alerts.reward_window": 9},
-        ),
-        (
             {"trainer.token_records.enable": False},
             {
                 "trainer.token_records.rows_per_step": 64,
@@ -81,7 +77,6 @@ TURNED_OFF: list[tuple[Given, Given]] = [
                 "trainer.total_training_steps": 4,
                 "trainer.critic_warmup": 1,
                 "trainer.rollout_data_dir": "/samples",
-                "trainer.max_nonfinite_updates": 1,
                 "trainer.token_records.freq": 3,
                 f"{ACTOR}.optim.lr": 1e-3,
                 "algorithm.gamma": 0.5,
@@ -102,20 +97,17 @@ TURNED_OFF: list[tuple[Given, Given]] = [
             {
                 "reward.num_workers": 2,
                 "reward.timeout_seconds": 5,
-                "reward.memory_limit_megabytes": 512,
             },
         ),
         (
             {"reward.reward_model.enable": False},
             {"reward.reward_model.model_path": "org/judge", "reward.reward_model.max_length": 9},
         ),
-        ({"reward.on_failure": "stop"}, {"reward.failure_score": 0.0}),
         (
             {"reward.reward_kwargs.overlong_buffer_cfg.enable": False},
             {
                 "reward.reward_kwargs.overlong_buffer_cfg.len": 4,
                 "reward.reward_kwargs.overlong_buffer_cfg.log": True,
-                "reward.reward_kwargs.max_resp_len": 5,
             },
         ),
         (
@@ -229,7 +221,6 @@ TURNED_OFF: list[tuple[Given, Given]] = [
                 "ray_kwargs.ray_init.num_cpus": 4,
                 "ray_kwargs.ray_init.num_gpus": 1,
                 "ray_kwargs.ray_init.object_store_memory": 90_000_000,
-                "ray_kwargs.ray_init.loopback_only": False,
             },
         ),
         ({}, {f"{ROLLOUT}.seed": 7}),

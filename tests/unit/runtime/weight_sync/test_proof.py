@@ -17,6 +17,7 @@ from verl_rc.runtime.weight_sync.proof import (
     check_receipts,
 )
 from verl_rc.runtime.weight_sync.sender import SendReceipt
+from verl_rc.trainer.weights import CANARY_TOKENS
 
 MANIFEST = Manifest((TensorSpec("a", "float32", (2,)), TensorSpec("b", "float32", (3,))))
 SENT = SendReceipt({"a": 1, "b": 2})
@@ -124,7 +125,7 @@ def stopped(limit: GapLimit, tokens: int, mean: float, seed: int) -> bool:
 @pytest.mark.parametrize("mean", [0.003, 0.01, 0.03, 0.1])
 def test_a_healthy_run_is_not_ended_by_its_gap(mean: float) -> None:
     """C4: fewer than 1 % of 1,000 runs."""
-    tokens = SyncProofConfig().canary_num_prompts * SyncProofConfig().canary_max_tokens
+    tokens = SyncProofConfig().canary_num_prompts * CANARY_TOKENS
     limit = GapLimit.for_precision("bfloat16")
     assert tokens >= 512
     assert sum(stopped(limit, tokens, mean, seed) for seed in range(1000)) < 10

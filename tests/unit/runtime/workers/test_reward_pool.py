@@ -101,9 +101,6 @@ def nothing(argument, folder):
 
 def an_object(argument, folder):
     return {"score": 1.0, "model": object()}
-
-def much_memory(argument, folder):
-    return float(len(bytearray(1 << 31)))
 """
 Configure = Callable[..., RewardConfig]
 
@@ -273,13 +270,6 @@ def test_secrets_of_the_environment_reach_a_function_only_by_name(
         open_pool(pass_env=["NO_SUCH_KEY"])
     with pytest.raises(ValueError, match="pass_env must be empty without"):
         RewardConfig(pass_env=["JUDGE_API_KEY"])
-
-
-def test_a_memory_limit_holds_in_the_processes(open_pool: Callable[..., RewardPool]) -> None:
-    pool = open_pool(num_workers=1, memory_limit_megabytes=1024)
-    failed, scored = results_of(pool, "much_memory", "score 1")
-    assert "raised MemoryError" in str(failed)
-    assert isinstance(scored, RewardOutput)
 
 
 def test_who_stops_early_gives_the_rest_up(pool: RewardPool) -> None:

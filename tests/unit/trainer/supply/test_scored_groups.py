@@ -121,7 +121,7 @@ def test_a_score_is_filtered_before_the_overlong_penalty_and_a_reward_after_it(
     metric: str, informative: list[int]
 ) -> None:
     section = "reward.reward_kwargs.overlong_buffer_cfg"  # a penalty of 0.5 for every second sample
-    penalty = (f"{section}.enable=True", f"{section}.len=2", "reward.reward_kwargs.max_resp_len=3")
+    penalty = (f"{section}.enable=True", f"{section}.len=2", "data.max_response_length=3")
     batch, _ = sample(make_run(FILTER, *penalty, f"algorithm.filter_groups.metric={metric}"))
     assert [row.row_index for row in batch.prompts] == informative
 
@@ -168,7 +168,7 @@ def test_the_overlong_penalty_is_part_of_the_score_and_of_nothing_else() -> None
     run = make_run(
         f"{section}.enable=True",
         f"{section}.len=2",
-        "reward.reward_kwargs.max_resp_len=3",
+        "data.max_response_length=3",
         f"{section}.log=True",
     )
     batch, _ = sample(run)
@@ -180,7 +180,7 @@ def test_the_overlong_penalty_is_part_of_the_score_and_of_nothing_else() -> None
 
 def test_the_overlong_penalty_weighs_its_factor_and_is_a_column_only_if_asked_for() -> None:
     section = "reward.reward_kwargs.overlong_buffer_cfg"
-    limits = (f"{section}.enable=True", f"{section}.len=2", "reward.reward_kwargs.max_resp_len=3")
+    limits = (f"{section}.enable=True", f"{section}.len=2", "data.max_response_length=3")
     batch, _ = sample(make_run(*limits, f"{section}.penalty_factor=0.5"))
     assert batch.scores.tolist() == [1, 0.75, 0, 0.75]
     assert "overlong_reward" not in batch.extras
