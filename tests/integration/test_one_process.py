@@ -43,7 +43,7 @@ def run_rank(number: int, folder: Path, ports: list[int]) -> None:
         "actor_rollout_ref.actor.use_kl_loss=True",
         "actor_rollout_ref.actor.optim.lr=0.01",
     )
-    saving = ("actor_rollout_ref.actor.checkpoint.async_save=True", "critic.checkpoint.async_save=True")
+    saving = ("actor_rollout_ref.actor.checkpoint.async_save=True",)
     config = small_run_config(folder, "trainer.n_gpus_per_node=2", *meshes, *learns, *saving)
     arguments = {
         "config": config,

@@ -282,7 +282,6 @@ def _scoring_passes(config: RunConfig) -> dict[str, tuple[RolloutConfig | Refere
 
 def _sharding(config: RunConfig) -> Iterator[str]:
     ranks, policy = config.num_ranks, config.actor_rollout_ref
-    packs = {"critic": ("critic.model", config.critic.model.use_remove_padding)}
     for role, fsdp in config.fsdp_configs.items():
         section, sharing = FSDP_SECTIONS[role], fsdp.ulysses_sequence_parallel_size
         if ranks % sharing:
@@ -291,11 +290,10 @@ def _sharding(config: RunConfig) -> Iterator[str]:
                 "(trainer.nnodes x trainer.n_gpus_per_node): groups of so many share each micro-batch. Pass "
                 f"{_largest_divisor(ranks, sharing)}."
             )
-        model, packed = packs.get(role, ("actor_rollout_ref.model", policy.model.use_remove_padding))
-        if sharing > 1 and not packed:
+        if sharing > 1 and not policy.model.use_remove_padding:
             yield (
                 f"{section}.ulysses_sequence_parallel_size={sharing} divides packed tokens, but "
-                f"{model}.use_remove_padding=False was given; drop one of them."
+                "actor_rollout_ref.model.use_remove_padding=False was given; drop one of them."
             )
         # Groups of ranks that share a copy of the weights have one size.
         if fsdp.fsdp_size == 0 or ranks % fsdp.ranks_per_copy(ranks):

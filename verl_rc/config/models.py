@@ -174,8 +174,8 @@ class CheckpointConfig(StrictModel):
     """``actor.checkpoint.*``: what is written every ``trainer.save_freq`` steps."""
 
     async_save: bool = False
-    """Write the checkpoint while the next steps run. The run waits only for a copy in host memory, 12 bytes
-    per parameter over all ranks."""
+    """Write the checkpoint, the critic's too, while the next steps run. The run waits only for a
+    copy in host memory, 12 bytes per parameter over all ranks."""
 
 
 class ActorConfig(RatioOptions):
@@ -231,8 +231,6 @@ class CriticModelConfig(StrictModel):
 
     path: UserPath = follows("actor_rollout_ref.model.path")
     """Hugging Face model folder or hub id."""
-    use_remove_padding: bool = follows("actor_rollout_ref.model.use_remove_padding")
-    """Pack real tokens instead of padding rows."""
     enable_gradient_checkpointing: bool | None = follows(
         "actor_rollout_ref.model.enable_gradient_checkpointing"
     )
@@ -253,13 +251,6 @@ class CriticOptimConfig(OptimConfig):
     """Peak learning rate."""
 
 
-class CriticCheckpointConfig(StrictModel):
-    """``critic.checkpoint.*``."""
-
-    async_save: bool = follows("actor_rollout_ref.actor.checkpoint.async_save")
-    """Write the checkpoint while the next steps run."""
-
-
 class CriticConfig(StrictModel):
     """``critic.*``. A key that is null takes the actor's value."""
 
@@ -271,8 +262,6 @@ class CriticConfig(StrictModel):
     """Optimizer."""
     fsdp_config: LearnerFsdpConfig = LearnerFsdpConfig()
     """Sharding and precision."""
-    checkpoint: CriticCheckpointConfig = CriticCheckpointConfig()
-    """How it is saved."""
     ppo_mini_batch_size: int = follows("actor_rollout_ref.actor.ppo_mini_batch_size", ge=1)
     """Prompts per optimizer step, over all ranks."""
     ppo_epochs: int = follows("actor_rollout_ref.actor.ppo_epochs", ge=1)

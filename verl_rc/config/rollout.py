@@ -77,7 +77,6 @@ OWNED_ENGINE_ARGUMENTS = {
                 "enable_chunked_prefill",
                 "enable_prefix_caching",
             ),
-            "seed",
         )
     },
     "quantization_config": f"{_ROLLOUT}.quantization",
@@ -95,7 +94,7 @@ OWNED_ENGINE_ARGUMENTS = {
     "trust_remote_code": "write actor_rollout_ref.model.trust_remote_code",
     **dict.fromkeys(
         (
-            *("logprobs_mode", "max_logprobs", "disable_log_stats", "enable_return_routed_experts"),
+            *("seed", "logprobs_mode", "max_logprobs", "disable_log_stats", "enable_return_routed_experts"),
             *("weight_transfer_config", "worker_extension_cls"),
         ),
         _OF_THE_RUN,
@@ -293,8 +292,6 @@ class RolloutConfig(StrictModel):
     """Split long prefills and mix them with decoding. Without effect on a CPU."""
     enable_prefix_caching: bool = True
     """Reuse the KV cache of shared prefixes, which a weight update empties."""
-    seed: int = Field(42, ge=0, lt=1 << 32)
-    """The engine's seed; requests have seeds of their own (``trainer.seed``)."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
     """Fill log-prob micro-batches by tokens."""
     log_prob_max_token_len_per_gpu: int = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", ge=1)

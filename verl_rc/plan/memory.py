@@ -368,13 +368,9 @@ def host_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: bool) -> 
 
 def _copied_bytes(config: RunConfig, roles: Sequence[RoleMemory]) -> int:
     """Bytes of the host copies of trained weights and both moments that ``async_save`` writes from."""
-    if config.trainer.save_freq <= 0:
+    if config.trainer.save_freq <= 0 or not config.actor_rollout_ref.actor.checkpoint.async_save:
         return 0
-    copies = {
-        "actor": config.actor_rollout_ref.actor.checkpoint.async_save,
-        "critic": config.critic.checkpoint.async_save,
-    }
-    return sum(role.processes * role.optimizer * 3 // 2 for role in roles if copies.get(role.role))
+    return sum(role.processes * role.optimizer * 3 // 2 for role in roles)
 
 
 def gpu_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:

@@ -24,7 +24,6 @@ GIVEN = [
     "data.val_files=b.parquet",
     "data.train_batch_size=64",
     "actor_rollout_ref.model.path=org/model",
-    "actor_rollout_ref.model.use_remove_padding=False",
     "actor_rollout_ref.actor.ppo_mini_batch_size=32",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
     "actor_rollout_ref.actor.loss_agg_mode=token-sum",
@@ -41,7 +40,6 @@ def test_what_a_critic_leaves_open_follows_the_actor() -> None:
         "token-sum",
         "org/model",
     )
-    assert critic.model.use_remove_padding is False
     assert critic.optim.lr == 1e-5
 
 

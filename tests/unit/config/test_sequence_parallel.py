@@ -30,8 +30,8 @@ SIX = ("trainer.n_gpus_per_node=6", "data.train_batch_size=6", f"{ACTOR}.ppo_min
             f"{ACTOR}.{SIZE}=2 divides packed tokens, but actor_rollout_ref.model.use_remove_padding=False",
         ),
         (
-            (f"{CRITIC}.{SIZE}=2", GAE, "critic.model.use_remove_padding=False"),
-            f"{CRITIC}.{SIZE}=2 divides packed tokens, but critic.model.use_remove_padding=False",
+            (f"{CRITIC}.{SIZE}=2", GAE, "actor_rollout_ref.model.use_remove_padding=False"),
+            f"{CRITIC}.{SIZE}=2 divides packed tokens, but actor_rollout_ref.model.use_remove_padding=False",
         ),
         (
             (f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=7", f"{ACTOR}.{SIZE}=2"),

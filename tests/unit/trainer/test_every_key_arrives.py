@@ -90,7 +90,6 @@ ENGINE: list[tuple[str, str, Any]] = [
     (f"{R}.top_k=0", "max_logprobs", None),
     (f"{R}.enable_rollout_routing_replay=True", "enable_return_routed_experts", True),
     ("", "enable_return_routed_experts", None),
-    (f"{R}.seed=7", "seed", 7),
     (f"+{R}.engine_kwargs.vllm.block_size=32", "block_size", 32),
     ("actor_rollout_ref.model.trust_remote_code=True", "trust_remote_code", True),
     # also where it is not set: config.json could name a head for the engine alone

@@ -190,6 +190,14 @@ AGREEMENTS = {
     "actor_rollout_ref.rollout.prompt_length": _equal(
         lambda config: config.data.max_prompt_length, "data.max_prompt_length"
     ),
+    "critic.checkpoint.async_save": _equal(
+        lambda config: config.actor_rollout_ref.actor.checkpoint.async_save,
+        "actor_rollout_ref.actor.checkpoint.async_save",
+    ),
+    "critic.model.use_remove_padding": _equal(
+        lambda config: config.actor_rollout_ref.model.use_remove_padding,
+        "actor_rollout_ref.model.use_remove_padding",
+    ),
     **dict.fromkeys(
         ("actor_rollout_ref.rollout.response_length", "reward.reward_kwargs.max_resp_len"),
         _equal(lambda config: config.data.max_response_length, "data.max_response_length"),

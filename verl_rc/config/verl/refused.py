@@ -507,6 +507,7 @@ _DISTILLED = "distillation.distillation_loss"
 _BY_THE_AUTHORS = Refusal("it has the value of the method's authors; drop it")
 _FIXED = "it is fixed at {}; drop it"
 _REMOVED = {
+    f"{_ROLLOUT}.seed": Refusal("every request has a seed of its own; write trainer.seed", (0, 42, None)),
     **{
         key: Refusal(_FIXED.format(value), (value,))
         for key, value in {

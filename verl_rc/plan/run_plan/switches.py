@@ -155,7 +155,6 @@ def _rollouts(config: RunConfig) -> Iterator[UnreadRule]:
     validation = rollout.val_kwargs
     yield not rollout.multi_turn.enable, _keys(_ROLLOUT, "multi_turn.*"), "it is not enabled"
     yield rollout.environment.name is None, _keys(_ROLLOUT, "environment.*"), "environment.name=null"
-    yield True, _keys(_ROLLOUT, "seed"), "every request has a seed of its own, made from trainer.seed"
     yield (
         validation.is_greedy,
         _keys(f"{_ROLLOUT}.val_kwargs", "top_p", "top_k"),
@@ -201,7 +200,7 @@ def _trainer(config: RunConfig) -> Iterator[UnreadRule]:
     alerts_save = "save_and_stop" in (alerts.mismatch, alerts.gap, alerts.cause, alerts.reward_collapse)
     yield (
         trainer.save_freq <= 0 and not alerts_save,
-        ("trainer.max_actor_ckpt_to_keep", f"{_ACTOR}.checkpoint.*", "critic.checkpoint.*"),
+        ("trainer.max_actor_ckpt_to_keep", f"{_ACTOR}.checkpoint.*"),
         "trainer.save_freq <= 0: nothing is saved",
     )
     training_keys = (

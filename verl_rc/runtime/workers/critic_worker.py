@@ -33,7 +33,7 @@ class CriticWorker(Learner):
     def __init__(self, config: RunConfig, address: RankAddress, total_steps: int) -> None:
         """Join the trainer group, load the model and shard it. ``total_steps`` bounds the learning-rate
         schedule."""
-        self._config = config.critic
+        self._config, policy = config.critic, config.actor_rollout_ref
         model = config.critic.model
         self._address = address
         self._device = trainer_device(config.trainer.device)
@@ -45,9 +45,10 @@ class CriticWorker(Learner):
             model.trust_remote_code,
             mesh,
         )
-        self.model = LearningModel(module, mesh, self._config, total_steps)
+        async_save = policy.actor.checkpoint.async_save
+        self.model = LearningModel(module, mesh, self._config, total_steps, async_save)
         _, sharing = divide_ranks(mesh, self._config.fsdp_config.ulysses_sequence_parallel_size)
-        self._forward = ForwardOptions(remove_padding=model.use_remove_padding, ranks=sharing)
+        self._forward = ForwardOptions(remove_padding=policy.model.use_remove_padding, ranks=sharing)
         self._loss_scale_factor = float(config.data.max_response_length)
 
     def compute_values(

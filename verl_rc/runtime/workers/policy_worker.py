@@ -93,7 +93,8 @@ class PolicyWorker(Learner):
         )
         is_replayed = config.actor_rollout_ref.rollout.enable_rollout_routing_replay
         replay = RouterReplay(module) if is_replayed else None
-        self.model = LearningModel(add_adapters(module, model_config), shards, self._actor, total_steps)
+        module, async_save = add_adapters(module, model_config), self._actor.checkpoint.async_save
+        self.model = LearningModel(module, shards, self._actor, total_steps, async_save)
         # Rows are spread over this mesh: ranks that share tokens have the same rows.
         self._data_parallel, sharing = divide_ranks(self._mesh, fsdp.ulysses_sequence_parallel_size)
         self._ranks = OverRanks(

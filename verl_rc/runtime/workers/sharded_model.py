@@ -115,9 +115,15 @@ class LearningModel(ShardedModel):
     """A model with AdamW and a schedule of its learning rate."""
 
     def __init__(
-        self, module: nn.Module, mesh: DeviceMesh, config: ActorConfig | CriticConfig, total_steps: int
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        config: ActorConfig | CriticConfig,
+        total_steps: int,
+        async_save: bool = False,
     ) -> None:
-        """Shard ``module`` over ``mesh``. ``total_steps`` bounds the learning-rate schedule."""
+        """Shard ``module`` over ``mesh``. ``total_steps`` bounds the learning-rate schedule. ``async_save``:
+        checkpoints are written in the background."""
         compute_dtype, device = torch_dtype(config.fsdp_config.dtype), torch.device(mesh.device_type)
         require_float16_products(compute_dtype, device)
         # Sharded before the optimizer is built: its moments are then sharded like the parameters.
@@ -128,7 +134,7 @@ class LearningModel(ShardedModel):
         self.optimizer = build_optimizer(module.parameters(), config.optim)
         self._scheduler = build_scheduler(self.optimizer, config.optim, total_steps)
         self._clip_grad = config.optim.clip_grad
-        self._writer = BackgroundWriter(self._device.type == "cuda") if config.checkpoint.async_save else None
+        self._writer = BackgroundWriter(self._device.type == "cuda") if async_save else None
         self._offload()
 
     @contextmanager

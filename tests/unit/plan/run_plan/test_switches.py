@@ -53,7 +53,6 @@ TURNED_OFF: list[tuple[Given, Given]] = [
             {
                 "trainer.max_actor_ckpt_to_keep": 2,
                 f"{ACTOR}.checkpoint.async_save": True,
-                "critic.checkpoint.async_save": True,
             },
         ),
         (
@@ -223,7 +222,6 @@ TURNED_OFF: list[tuple[Given, Given]] = [
                 "ray_kwargs.ray_init.object_store_memory": 90_000_000,
             },
         ),
-        ({}, {f"{ROLLOUT}.seed": 7}),
     ]
     for key, value in leaves.items()
 ]

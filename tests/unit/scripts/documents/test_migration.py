@@ -44,7 +44,6 @@ def test_other_defaults_are_shown_beside_those_of_verl():
     )
     assert f"| {both} | `False` | `null` | the estimate of memory decides |" in section
     assert "| `reward.num_workers` | `8` | `null` | one for each core, at most 8 |" in section
-    assert "| `critic.checkpoint.async_save` | `False` | that of `actor_rollout_ref.actor." in section
     assert "`data.val_files`" not in section
 
 

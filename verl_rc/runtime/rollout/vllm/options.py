@@ -62,7 +62,7 @@ def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -
         # vLLM cannot set back the random generator of a request with a chunked prompt on a CPU
         "enable_chunked_prefill": rollout.enable_chunked_prefill and device != "cpu",
         "enable_prefix_caching": rollout.enable_prefix_caching,
-        "seed": rollout.seed,
+        "seed": 42,  # requests have seeds of their own
         "trust_remote_code": config.actor_rollout_ref.model.trust_remote_code,
         "skip_tokenizer_init": True,
         **_memory_arguments(rollout, device, config.actor_rollout_ref.hybrid_engine),
