@@ -21,7 +21,7 @@ from real_steps import (
 )
 from torch import Tensor
 
-from verl_rc.algorithm.health.guards import NonFiniteGradientsError, RewardHistory
+from verl_rc.algorithm.health.run_limits import NonFiniteGradientsError, RewardHistory
 from verl_rc.algorithm.supply.ledger import LedgerError
 from verl_rc.correction import NonFiniteLogProbError
 from verl_rc.records.batches import TrainBatch

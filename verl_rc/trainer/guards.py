@@ -4,7 +4,7 @@ collapsed."""
 import torch
 
 from verl_rc.algorithm.health.findings import Findings
-from verl_rc.algorithm.health.guards import RewardHistory
+from verl_rc.algorithm.health.run_limits import RewardHistory
 from verl_rc.algorithm.ppo.train_batch import StepInputs
 from verl_rc.config.run import AlertAction, AlertsConfig
 from verl_rc.metrics import Metric, Reduction

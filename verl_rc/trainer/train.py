@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from verl_rc.algorithm.health.findings import Findings
-from verl_rc.algorithm.health.guards import (
+from verl_rc.algorithm.health.run_limits import (
     LeftOutUpdates,
     count_nonfinite_updates,
     count_skipped_updates,

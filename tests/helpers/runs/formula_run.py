@@ -15,7 +15,7 @@ from made_samples import part
 from small_models import small_run_config
 from torch.utils.data import DataLoader
 
-from verl_rc.algorithm.health.guards import count_skipped_updates
+from verl_rc.algorithm.health.run_limits import count_skipped_updates
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.algorithm.rewards import RewardOutput
 from verl_rc.metrics import Metric

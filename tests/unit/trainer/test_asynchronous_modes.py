@@ -17,7 +17,7 @@ from compared_runs import NOT_OF_THE_TRAINING
 from formula_run import Scorer, World, live, prompt_stream
 from small_models import small_run_config
 
-from verl_rc.algorithm.health.guards import TooManyFailedGroupsError
+from verl_rc.algorithm.health.run_limits import TooManyFailedGroupsError
 from verl_rc.algorithm.rewards import RewardError, RewardOutput
 from verl_rc.algorithm.supply.group_book import AdmissionRule
 from verl_rc.config.errors import ConfigError

@@ -9,7 +9,7 @@ import pytest
 from made_samples import answer, part
 from table_engines import Engines, make_run, prompt, sample
 
-from verl_rc.algorithm.health.guards import TooManyFailedGroupsError
+from verl_rc.algorithm.health.run_limits import TooManyFailedGroupsError
 from verl_rc.records.dataset import PromptRow
 from verl_rc.records.episode import Reply
 from verl_rc.records.parts import Sample

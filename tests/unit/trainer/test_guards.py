@@ -12,8 +12,8 @@ import torch
 from small_models import small_run_config
 
 from verl_rc.algorithm.health.findings import Findings
-from verl_rc.algorithm.health.guards import RewardHistory
 from verl_rc.algorithm.health.ranges import HealthHistory
+from verl_rc.algorithm.health.run_limits import RewardHistory
 from verl_rc.algorithm.health.signature_causes import RAW_OR_OTHER_TOKENS
 from verl_rc.algorithm.ppo.in_actor import Measured
 from verl_rc.algorithm.ppo.train_batch import StepInputs

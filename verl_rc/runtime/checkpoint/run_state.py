@@ -10,8 +10,8 @@ import torch
 from pydantic import ConfigDict, TypeAdapter
 
 from verl_rc import __version__
-from verl_rc.algorithm.health.guards import FailedGroups, LeftOutUpdates, RewardHistory
 from verl_rc.algorithm.health.ranges import HealthHistory
+from verl_rc.algorithm.health.run_limits import FailedGroups, LeftOutUpdates, RewardHistory
 from verl_rc.algorithm.ppo.control import ControlState
 from verl_rc.algorithm.supply.group_book import BookState
 from verl_rc.algorithm.supply.step_time import WaitTotals

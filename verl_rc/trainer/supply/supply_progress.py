@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from verl_rc.algorithm.health.guards import FailedGroups
+from verl_rc.algorithm.health.run_limits import FailedGroups
 from verl_rc.algorithm.supply.group_book import AdmissionRule, GroupBook, Totals
 from verl_rc.algorithm.supply.step_time import WaitTotals
 from verl_rc.config.errors import ConfigError

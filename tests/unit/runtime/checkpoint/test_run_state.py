@@ -8,8 +8,8 @@ import pytest
 import torch
 from small_models import small_run_config
 
-from verl_rc.algorithm.health.guards import FailedGroups, LeftOutUpdates, RewardHistory, StepScores
 from verl_rc.algorithm.health.ranges import CauseEpisode, CauseHistory, HealthHistory
+from verl_rc.algorithm.health.run_limits import FailedGroups, LeftOutUpdates, RewardHistory, StepScores
 from verl_rc.algorithm.ppo.control import ControlState
 from verl_rc.algorithm.supply.group_book import BookState, Totals
 from verl_rc.algorithm.supply.step_time import WaitTotals

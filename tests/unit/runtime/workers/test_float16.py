@@ -11,7 +11,7 @@ from small_checkpoints import whole
 from small_models import make_train_batch, ragged, small_run_config, write_small_model
 from two_processes import free_port
 
-from verl_rc.algorithm.health.guards import NonFiniteGradientsError, count_nonfinite_updates
+from verl_rc.algorithm.health.run_limits import NonFiniteGradientsError, count_nonfinite_updates
 from verl_rc.algorithm.ppo.in_actor import Corrected
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.records.batches import TrainBatch

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from verl_rc.algorithm.health.guards import (
+from verl_rc.algorithm.health.run_limits import (
     NonFiniteGradientsError,
     RewardHistory,
     TooManySkippedUpdatesError,
