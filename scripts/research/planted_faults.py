@@ -28,7 +28,7 @@ from verl_rc.insight.verdict import verdict_of
 from verl_rc.records.batches import TokenBatch, TokenScores, TrainBatch
 from verl_rc.records.parts import Part, Sample
 from verl_rc.records.ragged import Column, Ragged
-from verl_rc.runtime.rollout.engine import Collected, QueuedSample
+from verl_rc.runtime.rollout.engine import Collected, Request
 from verl_rc.runtime.rollout.sampling import SamplingOptions, request_seed
 from verl_rc.runtime.rollout.vllm import sampler as vllm_sampler
 from verl_rc.runtime.rollout.vllm.engine import VllmEngine
@@ -155,14 +155,14 @@ class PlantedEngine(VllmEngine):
         self._rank = first_rank
         super().join_transfer(address, first_rank, backend)
 
-    def submit(self, samples: Sequence[QueuedSample]) -> None:
+    def submit(self, samples: Sequence[Request]) -> None:
         """Queue samples with other options or seeds; a frozen engine samples from its first weights, and
         validates the newest."""
         if "frozen" in self._planted:
             self._hold(first=any(sample.options.temperature > 0 for sample in samples))
         super().submit([self._changed(sample) for sample in samples])
 
-    def _changed(self, sample: QueuedSample) -> QueuedSample:
+    def _changed(self, sample: Request) -> Request:
         request = sample.request
         if "shared_seed" in self._planted:
             tokens = {str(place): token for place, token in enumerate(request.prompt_token_ids)}

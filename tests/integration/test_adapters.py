@@ -15,7 +15,7 @@ from small_models import log_probs
 from transformers import AutoModelForCausalLM
 
 from verl_rc.config.models import ModelConfig
-from verl_rc.runtime.rollout.engine import QueuedSample
+from verl_rc.runtime.rollout.engine import Request
 from verl_rc.runtime.rollout.sampling import GenerationRequest
 from verl_rc.runtime.weight_sync.proof import SyncProofError
 from verl_rc.runtime.weight_sync.sender import WeightSender
@@ -97,7 +97,7 @@ def test_an_engine_without_weights_is_found_when_it_gets_an_adapter_alone(subjec
     whole.publish(31)
     model = subject.publish(32)
     (sample,) = subject.engine.call("generate", [PROMPT], GREEDY)
-    assert subject.gap(model, QueuedSample(0, PROMPT, GREEDY), sample) < 1e-5
+    assert subject.gap(model, Request(0, PROMPT, GREEDY), sample) < 1e-5
 
 
 def test_a_cached_prefix_is_not_that_of_another_adapter_where_updates_keep_the_cache(
@@ -110,8 +110,8 @@ def test_a_cached_prefix_is_not_that_of_another_adapter_where_updates_keep_the_c
     for version in (33, 34):
         models.append(subject.publish(version))
         (sample,) = subject.engine.call("generate", [long], GREEDY)
-        assert subject.gap(models[-1], QueuedSample(0, long, GREEDY), sample) < 1e-5
-    assert subject.gap(models[0], QueuedSample(0, long, GREEDY), sample) > 0.01
+        assert subject.gap(models[-1], Request(0, long, GREEDY), sample) < 1e-5
+    assert subject.gap(models[0], Request(0, long, GREEDY), sample) > 0.01
     subject.engine.call("act_on_update", "recompute")
 
 

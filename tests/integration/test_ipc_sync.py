@@ -20,7 +20,7 @@ from two_processes import free_port
 
 from verl_rc.records.parts import Part, Sample, num_tokens, token_ids
 from verl_rc.runtime.distributed.child_process import ChildProcess
-from verl_rc.runtime.rollout.engine import QueuedSample
+from verl_rc.runtime.rollout.engine import Request
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.runtime.weight_sync.proof import check_receipts
 from verl_rc.runtime.weight_sync.sender import WeightSender
@@ -181,7 +181,7 @@ def test_an_update_that_broke_off_within_a_layer_leaves_nothing_in_the_next(
     assert {version for one in collect(engine, 2).values() for version in versions_of(one)} == {4}
 
 
-def samples(count: int, first: int = 0) -> list[QueuedSample]:
+def samples(count: int, first: int = 0) -> list[Request]:
     """Of different lengths and seeds, on eight prompts of which the longest fills more than one block."""
     sampling = SamplingOptions(
         temperature=1.0, top_p=1.0, top_k=-1, max_tokens=WIDTH, stop_token_ids=(), ignore_eos=True
@@ -190,7 +190,7 @@ def samples(count: int, first: int = 0) -> list[QueuedSample]:
     def request(number: int) -> GenerationRequest:
         return GenerationRequest(PROMPT[: 5 + 5 * (number % 8)], seed=number, max_tokens=WIDTH - number % 11)
 
-    return [QueuedSample(number, request(number), sampling) for number in range(first, first + count)]
+    return [Request(number, request(number), sampling) for number in range(first, first + count)]
 
 
 def collect(engine: ChildProcess, count: int) -> dict[int, Sample]:

@@ -68,9 +68,9 @@ def _plot(options: Options) -> None:
 
 
 def _report(options: Options) -> None:
-    from verl_rc.insight.page import Request, write_report
+    from verl_rc.insight.page import ReportRequest, write_report
 
-    request = Request(
+    request = ReportRequest(
         options.path,
         options.output,
         newest_steps=options.last,

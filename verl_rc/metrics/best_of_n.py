@@ -33,7 +33,7 @@ class ValidationSample:
     """The answer it votes for; None (no answer) is a vote too."""
 
 
-class Moments(NamedTuple):
+class MeanAndStd(NamedTuple):
     """Mean and (population) standard deviation of a random value."""
 
     mean: float
@@ -66,7 +66,7 @@ def draw_sizes(samples_per_prompt: int) -> list[int]:
     return sorted(sizes - {1})
 
 
-def best_of(values: Sequence[float], draws: int) -> Moments:
+def best_of(values: Sequence[float], draws: int) -> MeanAndStd:
     """Moments of the largest of n = ``draws`` values drawn with replacement from the N ``values``.
 
     In ascending order, the i-th value is at least the largest drawn with probability (i / N)^n, so it is the
@@ -75,12 +75,12 @@ def best_of(values: Sequence[float], draws: int) -> Moments:
     return _last_drawn(sorted(values), draws)
 
 
-def worst_of(values: Sequence[float], draws: int) -> Moments:
+def worst_of(values: Sequence[float], draws: int) -> MeanAndStd:
     """Moments of the smallest of ``draws`` values drawn with replacement from ``values``; see ``best_of``."""
     return _last_drawn(sorted(values, reverse=True), draws)
 
 
-def majority_of(values: Sequence[float], answers: Sequence[str | None], draws: int) -> Moments:
+def majority_of(values: Sequence[float], answers: Sequence[str | None], draws: int) -> MeanAndStd:
     """Moments of the value of the most frequent answer among ``draws`` samples drawn with replacement.
 
     Tied answers win with equal probability, and each drawn sample of the winning answer stands for it with
@@ -130,16 +130,16 @@ def unbiased_std(values: Sequence[float]) -> float:
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1))
 
 
-def _last_drawn(ordered: Sequence[float], draws: int) -> Moments:
+def _last_drawn(ordered: Sequence[float], draws: int) -> MeanAndStd:
     """Moments of the last value in ``ordered`` that is drawn."""
     cumulative = [(rank / len(ordered)) ** draws for rank in range(len(ordered) + 1)]
     return _moments(ordered, [cumulative[rank + 1] - cumulative[rank] for rank in range(len(ordered))])
 
 
-def _moments(values: Sequence[float], probabilities: Sequence[float]) -> Moments:
+def _moments(values: Sequence[float], probabilities: Sequence[float]) -> MeanAndStd:
     pairs = list(zip(values, probabilities, strict=True))
     mean = math.fsum(value * probability for value, probability in pairs)
-    return Moments(
+    return MeanAndStd(
         mean, math.sqrt(math.fsum((value - mean) ** 2 * probability for value, probability in pairs))
     )
 

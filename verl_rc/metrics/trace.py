@@ -18,7 +18,7 @@ TRACE_FILE = "trace.json"
 
 
 @dataclass
-class _Process:
+class _TracedProcess:
     """What is known of a process that has spans."""
 
     number: int
@@ -46,7 +46,7 @@ class Trace:
 
     def __init__(self) -> None:
         self._file: BinaryIO | None = None
-        self._processes: dict[str, _Process] = {}
+        self._processes: dict[str, _TracedProcess] = {}
 
     @property
     def is_writing(self) -> bool:
@@ -97,7 +97,7 @@ class Trace:
             return
         if process not in self._processes:
             number = zlib.crc32(process.encode()) >> 1
-            self._processes[process] = _Process(number)
+            self._processes[process] = _TracedProcess(number)
             self._write(ph="M", name="process_name", pid=number, args={"name": process})
         known = self._processes[process]
         if call is not None:

@@ -33,7 +33,7 @@ _FIRST_STEPS = 2
 
 
 @dataclass(frozen=True)
-class RecordedRows:
+class ChosenRows:
     """Rows of a batch, and how they were chosen."""
 
     rows: list[int]
@@ -42,7 +42,7 @@ class RecordedRows:
     """Probability with which each of the others was taken."""
 
     @classmethod
-    def choose(cls, squares: Tensor, num_rows: int, seed: int) -> "RecordedRows":
+    def choose(cls, squares: Tensor, num_rows: int, seed: int) -> "ChosenRows":
         """Half at random, half those with the largest ``squares`` ``[B]`` of the rest; all where ``num_rows``
         is not below B."""
         num_available = len(squares)
@@ -102,7 +102,7 @@ class TokenRecorder:
         seed = self._services.config.trainer.seed
         seed = request_seed({"seed": seed, "step": step.number, "token_records": 1})
         num_rows = len(scored) if why == "full" else self._settings.rows_per_step
-        recorded = RecordedRows.choose(squares, num_rows, seed)
+        recorded = ChosenRows.choose(squares, num_rows, seed)
         lengths = rollouts.tokens.response_lengths[recorded.rows]
         written = torch.arange(rollouts.response_mask.shape[1]) < lengths[:, None]
 
@@ -216,7 +216,7 @@ def _token_columns(inputs: StepInputs) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, values) for name, values in optional.items() if values is not None)
 
 
-def _row_columns(scored: ScoredBatch, recorded: RecordedRows) -> dict[str, Array]:
+def _row_columns(scored: ScoredBatch, recorded: ChosenRows) -> dict[str, Array]:
     rows = recorded.rows
     engines = scored.rollouts.engines
     numbers = {} if engines is None else {"engine": engines[rows].numpy()}

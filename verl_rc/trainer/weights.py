@@ -22,7 +22,7 @@ from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.runtime.weight_sync.proof import LogProbGap, check_receipts
 from verl_rc.runtime.weight_sync.sender import SendReceipt
 from verl_rc.trainer.cluster.engine_group import EngineReplacer, EnginesLostError
-from verl_rc.trainer.cluster.engine_work import Request
+from verl_rc.trainer.cluster.engine_work import AssignedRequest
 from verl_rc.trainer.cluster.weight_transport import Receipts
 from verl_rc.trainer.log import log
 from verl_rc.trainer.services import Services
@@ -112,12 +112,14 @@ class Publisher:
         steps = self._services.config.async_training.trigger_parameter_sync_step
         return frequency > 0 and -(-version // steps) % frequency == 0
 
-    def submit_canary(self) -> list[list[Request]]:
+    def submit_canary(self) -> list[list[AssignedRequest]]:
         """Submit the canary prompts to every engine, beside its other samples; returns the requests by
         engine."""
         return self._services.engines.submit_to_each(self._canary_requests, self._canary_options)
 
-    def collect_canary(self, requests: Sequence[Sequence[Request]], version: int, record: StepRecord) -> None:
+    def collect_canary(
+        self, requests: Sequence[Sequence[AssignedRequest]], version: int, record: StepRecord
+    ) -> None:
         """Wait for the requests of ``submit_canary`` and check their samples, while the trainer holds the
         weights of ``version``, which was published then. Replaces lost engines."""
         with record.stage("sync_canary"):

@@ -27,7 +27,7 @@ Estimate = Callable[[], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Inputs:
+class ScoredRows:
     """A batch of scored rows, ``[rows, length]``."""
 
     rewards: Tensor
@@ -36,7 +36,7 @@ class Inputs:
     group_ids: list[int]
 
     @classmethod
-    def random(cls, rows: int, length: int) -> Inputs:
+    def random(cls, rows: int, length: int) -> ScoredRows:
         """Rows of all lengths with an outcome reward."""
         generator = torch.Generator().manual_seed(0)
         lengths = torch.randint(1, length + 1, (rows, 1), generator=generator)
@@ -86,7 +86,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     sys.path.append(options.verl)
     rows, length = map(int, options.shape.split("x"))
-    inputs = Inputs.random(rows, length)
+    inputs = ScoredRows.random(rows, length)
     print(f"{rows} x {length}, float32, {options.threads} thread(s)")
     print("| estimator | seconds | verl, seconds | verl / ours | largest difference |\n|---|---|---|---|---|")
     for name in NAMES:

@@ -173,7 +173,7 @@ def edit(verl: Path) -> None:
 
 
 @dataclass
-class Measured:
+class StepTiming:
     """What one run of one trainer showed."""
 
     run_seconds: float
@@ -241,7 +241,7 @@ trainer.logger=['console','file'] trainer.project_name=beside trainer.experiment
 """
 
 
-def run_verl(folder: Path, options: argparse.Namespace, seed: int) -> Measured:
+def run_verl(folder: Path, options: argparse.Namespace, seed: int) -> StepTiming:
     """Train with verl in its own environment."""
     python = str(verl_python(options.env))
     command = [python, "-m", "verl.trainer.main_ppo", *overrides(options, seed), *VERL_ALONE.split()]
@@ -259,7 +259,7 @@ def run_verl(folder: Path, options: argparse.Namespace, seed: int) -> Measured:
     return measured
 
 
-def run_verl_rc(folder: Path, options: argparse.Namespace, seed: int) -> Measured:
+def run_verl_rc(folder: Path, options: argparse.Namespace, seed: int) -> StepTiming:
     """Train with verl_rc."""
     precisions = []
     if not options.defaults:
@@ -283,7 +283,7 @@ def run_verl_rc(folder: Path, options: argparse.Namespace, seed: int) -> Measure
     return measured
 
 
-def run_trl(folder: Path, options: argparse.Namespace, seed: int) -> Measured:
+def run_trl(folder: Path, options: argparse.Namespace, seed: int) -> StepTiming:
     """Train with TRL in its own environment, which runs this file."""
     command = [str(options.env / "bin" / "python"), str(Path(__file__).resolve()), "trl"]
     command += ["--trl_part", str(folder), "--steps", str(options.steps), "--model", str(options.model)]
@@ -348,13 +348,13 @@ def train_with_trl(options: argparse.Namespace) -> None:
     (options.trl_part / "trl.json").write_text(json.dumps(steps))
 
 
-def run_process(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> Measured:
+def run_process(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> StepTiming:
     """Run ``command`` and look at the memory of its processes. Exits with the log's end when it fails."""
     marker = f"STEP_VS_OTHERS={folder}"
     inherited = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     inherited |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "0"}
     inherited |= {"RAY_USAGE_STATS_ENABLED": "0", "STEP_VS_OTHERS": str(folder), **environment}
-    log, measured, ended = folder / "log.txt", Measured(0.0, 0.0, 0), threading.Event()
+    log, measured, ended = folder / "log.txt", StepTiming(0.0, 0.0, 0), threading.Event()
 
     def watch() -> None:
         while not ended.wait(SAMPLE_SECONDS):
@@ -397,12 +397,12 @@ def memory_of(marker: str) -> list[int]:
 STAGES = ("step", "gen", "old_log_prob", "adv", "update_actor", "update_weights")
 
 
-def values_of(runs: Sequence[Measured], name: str) -> list[float]:
+def values_of(runs: Sequence[StepTiming], name: str) -> list[float]:
     """A metric of all steps behind the warm-up."""
     return [step[name] for run in runs for step in run.steps if step["step"] > WARM_UP_STEPS and name in step]
 
 
-def accuracies(run: Measured) -> dict[int, float]:
+def accuracies(run: StepTiming) -> dict[int, float]:
     """Validation accuracy by step."""
     named = {
         int(step["step"]): value
@@ -413,7 +413,7 @@ def accuracies(run: Measured) -> dict[int, float]:
     return dict(sorted(named.items()))
 
 
-def print_comparison(runs: Mapping[str, Sequence[Measured]]) -> None:
+def print_comparison(runs: Mapping[str, Sequence[StepTiming]]) -> None:
     """One line a stage, then what a whole run takes, and how accuracy grows."""
     (other, theirs), (_, ours) = runs.items()
     rows = {
@@ -463,7 +463,7 @@ def main() -> None:
     if options.env is None:
         print("without --env verl_rc is measured alone", file=sys.stderr)
     other = run_verl if options.other == "verl" else run_trl
-    runs: dict[str, list[Measured]] = {options.other: [], "verl_rc": []}
+    runs: dict[str, list[StepTiming]] = {options.other: [], "verl_rc": []}
     with tempfile.TemporaryDirectory() as temporary:
         out = (options.out or Path(temporary)).resolve()
         if SIZES[options.size]:

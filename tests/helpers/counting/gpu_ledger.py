@@ -29,7 +29,7 @@ from verl_rc.records.dataset import PromptRow
 from verl_rc.records.optimizer_step import OptimizerStep
 from verl_rc.records.ragged import Column, Ragged
 from verl_rc.runtime.distributed.process_group import RankAddress
-from verl_rc.runtime.rollout.engine import Collected, EngineFacts, QueuedSample
+from verl_rc.runtime.rollout.engine import Collected, EngineFacts, Request
 from verl_rc.runtime.rollout.vllm.options import VllmOptions
 from verl_rc.runtime.weight_sync import sender
 from verl_rc.runtime.weight_sync.proof import LoadReceipt
@@ -308,7 +308,7 @@ class LedgerEngine:
         self.wake_up(["weights", "kv_cache"])
         self.holds = False
         """Whether it has whole weights."""
-        self.samples: list[QueuedSample] = []
+        self.samples: list[Request] = []
 
     def built(self) -> None:
         """The end of its start, in which it has measured."""
@@ -353,7 +353,7 @@ class LedgerEngine:
     def abandon_update(self) -> None:
         self.holds = False
 
-    def submit(self, samples: Sequence[QueuedSample]) -> None:
+    def submit(self, samples: Sequence[Request]) -> None:
         self.samples += samples
 
     def collect(self, at_least: int, wait_seconds: float | None) -> Collected:

@@ -16,7 +16,7 @@ from verl_rc.runtime.rollout.engine import (
     EngineFacts,
     Interrupted,
     MemoryTag,
-    QueuedSample,
+    Request,
 )
 from verl_rc.runtime.rollout.environment import EpisodeFailedError
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions, next_seed
@@ -63,7 +63,7 @@ class BigramEngine(Engine):
         self._options = options
         self._tables: dict[str, Tensor] = {}
         self._version = UNKNOWN
-        self._queued: dict[int, QueuedSample] = {}
+        self._queued: dict[int, Request] = {}
         self._growing: dict[int, tuple[torch.Generator, list[int], list[float]]] = {}
         """Of samples that run: random numbers, tokens and log-probs of the part that is being sampled."""
         self._book = OpenSamples(None)
@@ -84,7 +84,7 @@ class BigramEngine(Engine):
 
     # requests and answers
 
-    def submit(self, samples: Sequence[QueuedSample]) -> None:
+    def submit(self, samples: Sequence[Request]) -> None:
         self._queued |= {sample.number: sample for sample in samples}
 
     def cancel(self, numbers: Sequence[int]) -> None:
@@ -101,7 +101,7 @@ class BigramEngine(Engine):
     def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
         others = BigramEngine(BigramOptions())
         others._tables, others._version = self._tables, self._version
-        others.submit([QueuedSample(row, request, options) for row, request in enumerate(requests)])
+        others.submit([Request(row, request, options) for row, request in enumerate(requests)])
         return sorted(others.collect(len(requests)).samples, key=lambda sample: sample.number)
 
     def resume(self) -> None:
@@ -127,7 +127,7 @@ class BigramEngine(Engine):
             self._steps_left -= 1
         self._spans.append((began, time.time()))
 
-    def _grow(self, number: int, queued: QueuedSample) -> None:
+    def _grow(self, number: int, queued: Request) -> None:
         request, options = queued.request, queued.options
         so_far, _ = self._book.begin(number, queued)
         if number not in self._growing:

@@ -13,7 +13,7 @@ from verl_rc.config.rollout import MultiTurnConfig
 from verl_rc.records.episode import TOOL_CALLS, Episode, Opening, Reply
 from verl_rc.records.parts import Sample, context, num_answers, num_tokens
 from verl_rc.runtime.rollout.conversation import AnsweredSample, Conversations, LocalHosts, OpenSamples
-from verl_rc.runtime.rollout.engine import QueuedSample
+from verl_rc.runtime.rollout.engine import Request
 from verl_rc.runtime.rollout.environment_host import Host, HostLimits
 from verl_rc.runtime.rollout.sampling import SamplingOptions, next_seed
 from verl_rc.runtime.rollout.tool_environment import Parser, Toolbox, ToolEnvironment
@@ -80,7 +80,7 @@ class ScriptedSampler:
         self._open = OpenSamples(conversations)
         self._running: dict[int, SimpleNamespace] = {}
 
-    def begin(self, key: int, sample: QueuedSample) -> "Future[AnsweredSample] | None":
+    def begin(self, key: int, sample: Request) -> "Future[AnsweredSample] | None":
         so_far, answers = self._open.begin(key, sample)
         if answers is not None:
             return answers

@@ -16,7 +16,7 @@ from verl_rc.records.episode import Episode, Reply
 from verl_rc.records.parts import Part, Sample, num_tokens, token_ids
 from verl_rc.runtime.distributed.child_process import ChildProcess
 from verl_rc.runtime.rollout.conversation import AnsweredSample
-from verl_rc.runtime.rollout.engine import QueuedSample
+from verl_rc.runtime.rollout.engine import Request
 from verl_rc.runtime.rollout.environment import EpisodeFailedError
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.runtime.weight_sync.proof import LoadReceipt, SyncProofError, check_receipts
@@ -76,23 +76,21 @@ class Subject:
             ended |= {one.number: one for one in self.engine.call("collect", 1, 60.0).samples}
         return ended
 
-    def gap(
-        self, model: Any, queued: QueuedSample, sample: Sample, first: int = 0, end: int = LONGEST
-    ) -> float:
+    def gap(self, model: Any, queued: Request, sample: Sample, first: int = 0, end: int = LONGEST) -> float:
         """Largest difference of the engine's log-probs from the model's, of some tokens; nats."""
         expected = self.log_probs(model, queued.request.prompt_token_ids, token_ids(sample.parts))
         reported = torch.tensor([log_prob for _, log_prob, _ in of_parts(sample.parts)])
         return float((expected - reported)[first:end].abs().max())
 
 
-def requests(count: int, first: int = 0) -> list[QueuedSample]:
+def requests(count: int, first: int = 0) -> list[Request]:
     """Of different prompts, seeds and lengths; all longer than two versions' tokens."""
 
     def request(number: int) -> GenerationRequest:
         prompt = [5 + index % 7 for index in range(3 + number % 4)]
         return GenerationRequest(prompt, seed=number, max_tokens=LONGEST - number % 5)
 
-    return [QueuedSample(number, request(number), DRAWN) for number in range(first, first + count)]
+    return [Request(number, request(number), DRAWN) for number in range(first, first + count)]
 
 
 def versions_of(sample: Sample) -> list[int]:
@@ -100,7 +98,7 @@ def versions_of(sample: Sample) -> list[int]:
     return [version for _, _, version in of_parts(sample.parts)]
 
 
-def numbered(queued: Sequence[QueuedSample], first: int) -> list[QueuedSample]:
+def numbered(queued: Sequence[Request], first: int) -> list[Request]:
     return [replace(one, number=first + place) for place, one in enumerate(queued)]
 
 

@@ -13,9 +13,9 @@ from verl_rc.records.dataset import PromptRow
 from verl_rc.records.parts import Sample
 from verl_rc.records.scored_batch import ScoredBatch
 from verl_rc.runtime.checkpoint import RunState
-from verl_rc.runtime.rollout.engine import QueuedSample
+from verl_rc.runtime.rollout.engine import Request
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.trainer.cluster.engine_work import Request
+from verl_rc.trainer.cluster.engine_work import AssignedRequest
 from verl_rc.trainer.services import Services
 from verl_rc.trainer.step_record import StepRecord
 from verl_rc.trainer.supply.supply import Supply
@@ -38,7 +38,7 @@ class Engines:
     def __init__(self) -> None:
         self.calls: list[tuple[int, float]] = []
         self.asleep, self.version = False, 0
-        self.under_way: list[Request] = []
+        self.under_way: list[AssignedRequest] = []
 
     def submit(
         self,
@@ -51,15 +51,15 @@ class Engines:
         assert not self.asleep
         self.calls.append((len(requests), options.temperature))
         for request, owner, row in zip(requests, owners, self.sample(requests, options), strict=True):
-            self.under_way.append(Request(QueuedSample(row.number, request, options), 0, owner, row))
+            self.under_way.append(AssignedRequest(Request(row.number, request, options), 0, owner, row))
 
-    def submitted(self) -> list[Request]:
+    def submitted(self) -> list[AssignedRequest]:
         return self.under_way
 
     def begin_steps(self) -> None:
         """Samples end as soon as they are submitted."""
 
-    def collect(self, wait_seconds: float, replace_lost: Any) -> list[Request]:
+    def collect(self, wait_seconds: float, replace_lost: Any) -> list[AssignedRequest]:
         ended, self.under_way = self.under_way, []
         return ended
 

@@ -44,7 +44,7 @@ class Engine(CapturingEngine):
             AttentionBackendEnum.CPU_ATTN, "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
         )
         utils.dispatch_cpu_unquantized_gemm = _multiply_as_on_a_gpu
-        gpu_engine._RoundedRmsNorm.forward_cpu = gpu_engine._RoundedRmsNorm.forward_cuda
+        gpu_engine._GpuRmsNorm.forward_cpu = gpu_engine._GpuRmsNorm.forward_cuda
         super().__init__(options)
 
 

@@ -18,7 +18,7 @@ from verl_rc.records.parts import Part, Sample
 from verl_rc.records.ragged import Column, Ragged
 from verl_rc.records.tokenize import load_tokenizer
 from verl_rc.runtime.rollout.conversation import OpenSamples
-from verl_rc.runtime.rollout.engine import QueuedSample
+from verl_rc.runtime.rollout.engine import Request
 from verl_rc.runtime.rollout.sampling import ConversationOptions, GenerationRequest, SamplingOptions
 from verl_rc.runtime.rollout.tool_environment import ToolCall
 from verl_rc.runtime.rollout.vllm import sampler
@@ -125,7 +125,7 @@ class FaultyEngine(VllmEngine):
             held[name] = loaded.clone()
             yield name, loaded
 
-    def submit(self, samples: Sequence[QueuedSample]) -> None:
+    def submit(self, samples: Sequence[Request]) -> None:
         super().submit([replace(sample, options=self._options_of(sample.options)) for sample in samples])
 
     def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:

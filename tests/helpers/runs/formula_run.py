@@ -25,12 +25,12 @@ from verl_rc.records.dataset import EpochBatches, PromptRow, PromptStream
 from verl_rc.records.optimizer_step import OptimizerStep
 from verl_rc.records.parts import Sample
 from verl_rc.runtime.checkpoint import CheckpointStore, RunState
-from verl_rc.runtime.rollout.engine import QueuedSample
+from verl_rc.runtime.rollout.engine import Request
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.runtime.weight_sync.proof import GapLimit
 from verl_rc.runtime.workers.updates import ActorReport, UpdateRequest
 from verl_rc.trainer import checkpoints, weights
-from verl_rc.trainer.cluster.engine_work import Request
+from verl_rc.trainer.cluster.engine_work import AssignedRequest
 from verl_rc.trainer.guards import Guards
 from verl_rc.trainer.services import Services
 from verl_rc.trainer.stop import StopRequest
@@ -69,7 +69,7 @@ class World:
         self.version = 0
         self.answers: list[Sample] = []
         """Of each request that was submitted, sampled at once; its number is its place."""
-        self.handles: dict[int, Request] = {}
+        self.handles: dict[int, AssignedRequest] = {}
         """What the driver holds of each."""
         self.under_way: set[int] = set()
         self.failure: Exception | None = None
@@ -99,19 +99,19 @@ class World:
     ) -> None:
         for number, request, owner in zip(numbers, requests, owners, strict=True):
             queued = SimpleNamespace(number=number, request=request)
-            self.handles[number] = Request(cast(QueuedSample, queued), 0, owner)
+            self.handles[number] = AssignedRequest(cast(Request, queued), 0, owner)
 
-    def submitted(self) -> list[Request]:
+    def submitted(self) -> list[AssignedRequest]:
         return [self.handles[number] for number in sorted(self.under_way)]
 
     def begin_steps(self) -> None:
         pass
 
-    def collect_parts(self, replace_lost: Any = None) -> tuple[list[Request], dict[int, Any]]:
+    def collect_parts(self, replace_lost: Any = None) -> tuple[list[AssignedRequest], dict[int, Any]]:
         """No update cuts a response: each is sampled at once."""
         return [], {}
 
-    def collect(self, wait_seconds: float, replace_lost: Any = None) -> list[Request]:
+    def collect(self, wait_seconds: float, replace_lost: Any = None) -> list[AssignedRequest]:
         return self.hand_over(self.look(wait_seconds, replace_lost))
 
     def look(self, wait_seconds: float, replace_lost: Any = None) -> list[int]:
@@ -120,7 +120,7 @@ class World:
             raise self.failure
         return sorted(self.under_way)
 
-    def hand_over(self, numbers: Sequence[int]) -> list[Request]:
+    def hand_over(self, numbers: Sequence[int]) -> list[AssignedRequest]:
         failures = self.failures(numbers)
         ended = [number for number in numbers if number not in failures]
         for number, outcome in [*failures.items(), *zip(ended, self.take(ended), strict=True)]:
@@ -135,7 +135,7 @@ class World:
         self.under_way -= set(numbers)
         return [self.answers[number] for number in numbers]
 
-    def cancel(self, requests: Sequence[Request]) -> None:
+    def cancel(self, requests: Sequence[AssignedRequest]) -> None:
         numbers = {request.number for request in requests}
         assert self.under_way >= numbers
         self.under_way -= numbers

@@ -17,7 +17,7 @@ from verl_rc.runtime.checkpoint import RunState
 from verl_rc.runtime.rollout.vllm.options import VllmOptions
 from verl_rc.trainer import train
 from verl_rc.trainer.cluster.engine_group import EngineGroup
-from verl_rc.trainer.cluster.engine_work import Request
+from verl_rc.trainer.cluster.engine_work import AssignedRequest
 from verl_rc.trainer.cluster.model_groups import ActorGroup
 from verl_rc.trainer.cluster.ray_session import start_ray_in_background
 from verl_rc.trainer.cluster.remote import wait_for_all
@@ -134,7 +134,7 @@ class RetokenisingEngines(EngineGroup):
         vars(self).update(vars(run.services.engines))
         self._run = run
 
-    def collect(self, wait_seconds: float, replace_lost: Any = None) -> list[Request]:
+    def collect(self, wait_seconds: float, replace_lost: Any = None) -> list[AssignedRequest]:
         ended = super().collect(wait_seconds, replace_lost)
         for request in ended:
             request.outcome = self._retokenised(request.sample)

@@ -15,7 +15,7 @@ from verl_rc.records.episode import Reply
 from verl_rc.records.parts import Sample
 from verl_rc.runtime.rollout.environment import EpisodeFailedError
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.trainer.cluster.engine_work import Request
+from verl_rc.trainer.cluster.engine_work import AssignedRequest
 from verl_rc.trainer.evaluate import open_for_validation
 from verl_rc.trainer.supply.scored_groups import _environment_columns
 
@@ -134,7 +134,7 @@ class Failing(Episodes):
         super().__init__()
         self.attempts = attempts
 
-    def collect(self, wait_seconds: float, replace_lost: Any) -> list[Request]:
+    def collect(self, wait_seconds: float, replace_lost: Any) -> list[AssignedRequest]:
         ended = super().collect(wait_seconds, replace_lost)
         for request in ended:
             episode = request.queued.request.episode
@@ -163,7 +163,7 @@ def test_an_environment_that_always_fails_ends_the_run() -> None:
     run = run_of()
 
     class Always(Failing):
-        def collect(self, wait_seconds: float, replace_lost: Any) -> list[Request]:
+        def collect(self, wait_seconds: float, replace_lost: Any) -> list[AssignedRequest]:
             ended = Engines.collect(self, wait_seconds, replace_lost)
             for request in ended:
                 request.outcome = "the sandbox was lost"

@@ -18,10 +18,10 @@ from verl_rc.records.groups import unpack
 from verl_rc.records.parts import Part, Sample
 from verl_rc.runtime.checkpoint import RunState, SavedRun
 from verl_rc.runtime.distributed.child_process import ProcessLostError
-from verl_rc.runtime.rollout.engine import QueuedSample
+from verl_rc.runtime.rollout.engine import Request
 from verl_rc.runtime.rollout.sampling import GenerationRequest, part_seed
 from verl_rc.trainer.cluster.engine_group import EnginesLostError
-from verl_rc.trainer.cluster.engine_work import Request
+from verl_rc.trainer.cluster.engine_work import AssignedRequest
 
 PACE = 2
 """Tokens of each response that the engine samples between two publications."""
@@ -63,11 +63,11 @@ class Cutting(World):
         self.note(numbers, requests, owners)
         return numbers
 
-    def submitted(self) -> list[Request]:
+    def submitted(self) -> list[AssignedRequest]:
         """With their parts, as the driver has been told."""
         for number, parts in self.told.items():
             known = SimpleNamespace(so_far=Sample(number, parts))
-            self.handles[number].queued = cast(QueuedSample, SimpleNamespace(number=number, request=known))
+            self.handles[number].queued = cast(Request, SimpleNamespace(number=number, request=known))
         return [self.handles[number] for number in self.grown]
 
     def missing(self, number: int) -> int:
@@ -94,14 +94,14 @@ class Cutting(World):
         for number in self.grown:
             self.grow(number, PACE)
 
-    def wait_for(self, requests: Sequence[Request], replace_lost: Any = None) -> float:
+    def wait_for(self, requests: Sequence[AssignedRequest], replace_lost: Any = None) -> float:
         for request in requests:
             self.waited.append(self.missing(request.number))
             self.grow(request.number, WIDTH)
         self.hand_over([request.number for request in requests])
         return 0.5
 
-    def collect_parts(self, replace_lost: Any = None) -> tuple[list[Request], dict[int, Any]]:
+    def collect_parts(self, replace_lost: Any = None) -> tuple[list[AssignedRequest], dict[int, Any]]:
         self.told = {number: list(parts) for number, parts in self.grown.items()}
         return self.hand_over([number for number in self.grown if not self.missing(number)]), {}
 
@@ -312,7 +312,7 @@ class Losing(Cutting):
         super().__init__()
         self.at, self.calls = at, 0
 
-    def collect_parts(self, replace_lost: Any = None) -> tuple[list[Request], dict[int, Any]]:
+    def collect_parts(self, replace_lost: Any = None) -> tuple[list[AssignedRequest], dict[int, Any]]:
         self.calls += 1
         if self.calls == self.at:
             self.grown = {number: list(parts) for number, parts in self.told.items()}
@@ -355,7 +355,7 @@ class Unequal(Losing):
             self.grow(number, 2 - number % 2)
         return [number for number in self.grown if not self.missing(number)]
 
-    def collect_parts(self, replace_lost: Any = None) -> tuple[list[Request], dict[int, Any]]:
+    def collect_parts(self, replace_lost: Any = None) -> tuple[list[AssignedRequest], dict[int, Any]]:
         self.calls += 1
         if self.calls == self.at:
             lost = {number: list(parts) for number, parts in self.told.items() if number % 2}

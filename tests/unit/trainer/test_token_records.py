@@ -28,7 +28,7 @@ from verl_rc.records.token_records.token_record import FOLDER, PIECES, TOKEN_CLA
 from verl_rc.runtime.checkpoint import RunState, SavedRun
 from verl_rc.trainer.services import Services
 from verl_rc.trainer.step_record import Step, StepRecord
-from verl_rc.trainer.token_records import RecordedRows, TokenRecorder
+from verl_rc.trainer.token_records import ChosenRows, TokenRecorder
 
 TOLD = [{"role": "user", "content": "h"}]
 
@@ -163,27 +163,27 @@ def test_pieces_have_the_text_of_every_id(tmp_path: Path) -> None:
 
 def test_half_at_random_half_the_worst() -> None:
     squares = torch.tensor([0.0, 5.0, 1.0, torch.inf, 2.0, 0.1, 9.0, torch.nan])
-    chosen = RecordedRows.choose(squares, 5, seed=3)
+    chosen = ChosenRows.choose(squares, 5, seed=3)
     drawn, worst = chosen.rows[:3], chosen.rows[3:]
     assert chosen.is_worst == [False] * 3 + [True] * 2
     assert chosen.inclusion == 3 / 8
     left = [row for row in (3, 7, 6, 1, 4, 2, 5, 0) if row not in drawn]
     assert worst == left[:2]
-    assert RecordedRows.choose(squares, 5, seed=3) == chosen
-    assert any(RecordedRows.choose(squares, 5, seed=other).rows != chosen.rows for other in range(4, 9))
+    assert ChosenRows.choose(squares, 5, seed=3) == chosen
+    assert any(ChosenRows.choose(squares, 5, seed=other).rows != chosen.rows for other in range(4, 9))
 
 
 def test_random_rows_are_taken_alike_whatever_their_gap() -> None:
     squares = torch.arange(8.0)
     counts = np.zeros(8)
     for seed in range(2_000):
-        chosen = RecordedRows.choose(squares, 4, seed)
+        chosen = ChosenRows.choose(squares, 4, seed)
         counts[chosen.rows[:2]] += 1
     np.testing.assert_allclose(counts / 2_000, 0.25, atol=4 * (0.25 * 0.75 / 2_000) ** 0.5)
 
 
 def test_a_small_batch_is_taken_whole() -> None:
-    chosen = RecordedRows.choose(torch.tensor([1.0, 2.0]), 16, seed=1)
+    chosen = ChosenRows.choose(torch.tensor([1.0, 2.0]), 16, seed=1)
     assert (chosen.rows, chosen.is_worst, chosen.inclusion) == ([0, 1], [False, False], 1.0)
 
 

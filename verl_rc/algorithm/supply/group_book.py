@@ -94,22 +94,22 @@ class AdmissionRule:
 
 
 @dataclass(frozen=True)
-class Totals:
+class GroupTotals:
     """Groups and their sampled tokens."""
 
     groups: int = 0
     tokens: int = 0
 
-    def plus(self, other: "Totals") -> "Totals":
+    def plus(self, other: "GroupTotals") -> "GroupTotals":
         """Return the sum of both."""
-        return Totals(self.groups + other.groups, self.tokens + other.tokens)
+        return GroupTotals(self.groups + other.groups, self.tokens + other.tokens)
 
-    def minus(self, other: "Totals") -> "Totals":
+    def minus(self, other: "GroupTotals") -> "GroupTotals":
         """Return the difference of both."""
-        return Totals(self.groups - other.groups, self.tokens - other.tokens)
+        return GroupTotals(self.groups - other.groups, self.tokens - other.tokens)
 
     @classmethod
-    def from_groups(cls, groups: Sequence[BookedGroup]) -> "Totals":
+    def from_groups(cls, groups: Sequence[BookedGroup]) -> "GroupTotals":
         """Return the totals of ``groups``."""
         return cls(len(groups), sum(group.num_sampled for group in groups))
 
@@ -120,7 +120,7 @@ class BookState:
 
     published: int = 0
     admitted: int = 0
-    ended: dict[str, Totals] = field(default_factory=dict)
+    ended: dict[str, GroupTotals] = field(default_factory=dict)
     balance: int = 0
 
 
@@ -139,7 +139,7 @@ class GroupBook(Generic[G]):
         """Numbers 0, 1, …, ``admitted`` - 1 were handed out."""
         self.open: dict[int, G] = {group.number: group for group in groups}
         """Open groups by number, in the order of admission."""
-        self.ended: dict[str, Totals] = dict.fromkeys(FATES, Totals()) | state.ended
+        self.ended: dict[str, GroupTotals] = dict.fromkeys(FATES, GroupTotals()) | state.ended
         """Totals of the groups that have ended, by fate."""
         self.balance = state.balance
         """Sampled tokens of the groups that were open when the last step was closed."""
@@ -229,7 +229,7 @@ class GroupBook(Generic[G]):
                 f"{wrong[:5]} of {numbers[:5]} are not or come twice."
             )
         groups = [self.open.pop(number) for number in numbers]
-        self.ended[fate] = self.ended[fate].plus(Totals.from_groups(groups))
+        self.ended[fate] = self.ended[fate].plus(GroupTotals.from_groups(groups))
         return groups
 
     def publish(self, version: int) -> None:

@@ -12,7 +12,7 @@ from verl_rc.metrics.run_files import REPORT
 
 
 @dataclass(frozen=True)
-class Request:
+class ReportRequest:
     """What ``verl-rc report`` was asked for."""
 
     path: Path
@@ -36,7 +36,7 @@ class Report:
     verdict: Verdict
 
 
-def write_report(request: Request) -> Report:
+def write_report(request: ReportRequest) -> Report:
     """Read the run, form its verdict and write the page.
 
     Raises:

@@ -21,7 +21,7 @@ LINEAR = 0.8
 
 
 @dataclass(frozen=True)
-class Mean:
+class MeanEstimate:
     """A mean over some steps, with the 90 % interval of a block bootstrap; None where there are too few
     values for one."""
 
@@ -36,12 +36,14 @@ class Mean:
         return 0.0 if self.interval is None else (self.interval[1] - self.interval[0]) / 2
 
 
-def mean_of(series: Series) -> Mean | None:
+def mean_of(series: Series) -> MeanEstimate | None:
     """The mean of a series of finite values; None of an empty one."""
     if not len(series):
         return None
     value = math.fsum(series.values) / len(series)
-    return Mean(value, bootstrap_interval(series.values), (series.steps[0], series.steps[-1]), len(series))
+    return MeanEstimate(
+        value, bootstrap_interval(series.values), (series.steps[0], series.steps[-1]), len(series)
+    )
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float] | None:
@@ -93,7 +95,7 @@ def last_tenth(series: Series) -> Series:
     return Series(series.steps[start:], series.values[start:])
 
 
-def last_mean(run: RunData, name: str) -> Mean | None:
+def last_mean(run: RunData, name: str) -> MeanEstimate | None:
     """The mean of the last tenth of a metric; None where it was not logged."""
     return mean_of(last_tenth(run.get(name)))
 
@@ -108,8 +110,8 @@ def _tenth_size(length: int) -> int:
 class Change:
     """First tenth against last tenth."""
 
-    first: Mean
-    last: Mean
+    first: MeanEstimate
+    last: MeanEstimate
 
     @property
     def difference(self) -> float:
@@ -136,7 +138,7 @@ def change_of(series: Series) -> Change | None:
 
 
 @dataclass(frozen=True)
-class Line:
+class FittedLine:
     """A straight line fitted by least squares."""
 
     slope: float
@@ -144,12 +146,12 @@ class Line:
     r_squared: float
 
 
-def fit_line(x: Sequence[float], y: Sequence[float]) -> Line | None:
+def fit_line(x: Sequence[float], y: Sequence[float]) -> FittedLine | None:
     """The line through points; None for fewer than three, or where x or y does not vary."""
     if len(x) < 3:
         return None
     try:
-        return Line(*statistics.linear_regression(x, y), statistics.correlation(x, y) ** 2)
+        return FittedLine(*statistics.linear_regression(x, y), statistics.correlation(x, y) ** 2)
     except statistics.StatisticsError:
         return None
 

@@ -21,7 +21,7 @@ from verl_rc.insight.run_folder import RunData, Series
 from verl_rc.insight.verdict.estimates import (
     FEWEST_FOR_TREND,
     LINEAR,
-    Line,
+    FittedLine,
     confirm,
     fit_line,
     last_tenth,
@@ -201,11 +201,11 @@ def _staleness_at_one_age(run: RunData) -> list[Statement]:
     low, high = (math.fsum(gaps[age].values) / len(gaps[age]) for age in (youngest, usual))
     slope = (high - low) / (usual - youngest)
     age_gaps = {age: gaps[age] for age in (youngest, usual)}
-    return _grows_with_age(run, age_gaps, Line(slope, low - slope * youngest, 1.0), "likely")
+    return _grows_with_age(run, age_gaps, FittedLine(slope, low - slope * youngest, 1.0), "likely")
 
 
 def _grows_with_age(
-    run: RunData, gaps: Mapping[int, Series], line: Line | None, confidence: Confidence
+    run: RunData, gaps: Mapping[int, Series], line: FittedLine | None, confidence: Confidence
 ) -> list[Statement]:
     floor = mean_of(gaps[min(gaps)]) if gaps else None
     if line is None or floor is None or line.r_squared <= LINEAR or line.slope <= 0:

@@ -29,7 +29,7 @@ _ROTARY_EMBEDDINGS = (
 )
 
 
-class _RoundedRmsNorm(RMSNorm):
+class _GpuRmsNorm(RMSNorm):
     """Rounds the sum of residual and update to the model's dtype before the norm, as transformers does."""
 
     def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
@@ -68,7 +68,7 @@ def use_trainer_operations() -> None:
     """
     fix_summation_order(DEVICE)
     require_vllm()
-    RMSNorm.register_oot(_RoundedRmsNorm)
+    RMSNorm.register_oot(_GpuRmsNorm)
     LogitsProcessor._get_logits = _get_contiguous_logits
     for rotary in _ROTARY_EMBEDDINGS:
         rotary._compute_inv_freq = _computed_on_cpu(rotary._compute_inv_freq)

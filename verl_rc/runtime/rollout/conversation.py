@@ -17,7 +17,7 @@ from verl_rc.records.parts import Answer, Part, Sample, num_tokens, runs, token_
 from verl_rc.records.stop_tokens import stop_token_ids
 from verl_rc.records.tokenize import ContinuationEncoder, encode_opening, load_tokenizer
 from verl_rc.runtime.distributed.event_loop import EventLoop
-from verl_rc.runtime.rollout.engine import QueuedSample
+from verl_rc.runtime.rollout.engine import Request
 from verl_rc.runtime.rollout.environment import EpisodeFailedError
 from verl_rc.runtime.rollout.environment_host import (
     Failure,
@@ -247,9 +247,9 @@ class OpenSamples:
         The sample of a request without an episode ends with its first turn.
         """
         self._conversations = conversations
-        self._samples: dict[int, tuple[QueuedSample, Sample]] = {}
+        self._samples: dict[int, tuple[Request, Sample]] = {}
 
-    def begin(self, key: int, queued: QueuedSample) -> "tuple[Sample, Future[AnsweredSample] | None]":
+    def begin(self, key: int, queued: Request) -> "tuple[Sample, Future[AnsweredSample] | None]":
         """The parts of a sample that begins or continues, and the reply that it waits for. None if it can be
         sampled."""
         if key in self._samples:

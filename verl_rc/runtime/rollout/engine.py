@@ -23,8 +23,8 @@ MemoryTag = Literal["weights", "kv_cache"]
 
 
 @dataclass(frozen=True)
-class QueuedSample:
-    """One response to sample, in the queue of an engine."""
+class Request:
+    """One response that an engine is to sample, from its submission to its end."""
 
     number: int
     """Waiting samples begin in ascending order of this number."""
@@ -119,9 +119,9 @@ class Engine(Protocol):
     def facts(self) -> EngineFacts:
         """Properties of the running engine."""
 
-    def submit(self, samples: Sequence[QueuedSample]) -> None:
-        """Queue samples and return at once. A sample with ``request.so_far`` continues with the tokens that
-        it would have had without the interruption."""
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests and return at once. One with ``so_far`` continues with the tokens that it would have
+        had without the interruption."""
 
     def cancel(self, numbers: Sequence[int]) -> None:
         """Stop samples, begun or not; ``collect`` still returns those that have ended."""

@@ -24,7 +24,7 @@ from enum import IntEnum
 from itertools import count
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from verl_rc.runtime.rollout.engine import QueuedSample
+from verl_rc.runtime.rollout.engine import Request
 from verl_rc.runtime.rollout.environment import EpisodeFailedError
 
 
@@ -34,7 +34,7 @@ class Sampler(Protocol):
     capacity: int
     """Largest number of samples that run at the same time."""
 
-    def begin(self, key: int, sample: QueuedSample) -> "Future[Any] | None":
+    def begin(self, key: int, sample: Request) -> "Future[Any] | None":
         """Add a sample to the batch of the next steps; one that was cut continues behind its tokens so far.
 
         Returns a ``Future`` when the sample must wait before it can begin, as ``step`` does. None if it has
@@ -99,7 +99,7 @@ class _Level(IntEnum):
 class _Submitted:
     """A submitted sample, and the box of its response."""
 
-    sample: QueuedSample
+    sample: Request
     box: Box
 
 
@@ -152,14 +152,14 @@ class StepLoop(Generic[S]):
 
     # for other threads
 
-    def submit(self, samples: Sequence[QueuedSample], box: Box) -> None:
-        """Queue samples and return at once. Each goes into ``box`` when it has ended; ``take`` returns
-        them."""
+    def submit(self, requests: Sequence[Request], box: Box) -> None:
+        """Queue requests and return at once. The sample of each goes into ``box`` when it has ended; ``take``
+        returns them."""
 
         def add(_: S) -> None:
-            for sample in samples:
-                if sample.has_priority or sample.number not in self._cancelled:
-                    self._enqueue(next(self._arrivals), _Submitted(sample, box), _Level.NEW)
+            for request in requests:
+                if request.has_priority or request.number not in self._cancelled:
+                    self._enqueue(next(self._arrivals), _Submitted(request, box), _Level.NEW)
 
         self.post(add)
 
@@ -217,7 +217,7 @@ class StepLoop(Generic[S]):
 
     # for actions, in the owning thread
 
-    def cut(self, sampler: S) -> list[QueuedSample]:
+    def cut(self, sampler: S) -> list[Request]:
         """Cut all running samples without priority and return them; they continue with the next step that is
         allowed."""
         cut = {key: item for key, item in self._running.items() if not item.sample.has_priority}

@@ -8,14 +8,14 @@ from typing import Any
 from verl_rc.metrics.trace import TRACE
 from verl_rc.records.parts import Sample
 from verl_rc.runtime.distributed.child_process import HangError, ProcessLostError, RemoteError
-from verl_rc.runtime.rollout.engine import EngineFacts, EngineOptions, Interrupted, QueuedSample
+from verl_rc.runtime.rollout.engine import EngineFacts, EngineOptions, Interrupted, Request
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.runtime.weight_sync.manifest import Manifest
 from verl_rc.runtime.weight_sync.proof import LoadReceipt
 from verl_rc.runtime.weight_sync.shared_bucket import BucketHandle
 from verl_rc.runtime.weight_sync.transfer_group import TransferAddress, TransferBrokenError
 from verl_rc.runtime.workers.environment import engine_environment
-from verl_rc.trainer.cluster.engine_work import EngineWork, Request, num_unfinished
+from verl_rc.trainer.cluster.engine_work import AssignedRequest, EngineWork, num_unfinished
 from verl_rc.trainer.cluster.placement import Placement
 from verl_rc.trainer.cluster.remote import Pending, RemoteProcess, as_completed, wait_for_all
 
@@ -240,7 +240,7 @@ class EngineGroup:
 
     def submit_to_each(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions
-    ) -> list[list[Request]]:
+    ) -> list[list[AssignedRequest]]:
         """Submit all requests to every engine, ahead of the samples that wait there; returns them by engine
         at once, for ``finish``."""
         self._resubmit_after_losses()
@@ -248,7 +248,7 @@ class EngineGroup:
         self._submit([request for requests_of_engine in added for request in requests_of_engine])
         return added
 
-    def submitted(self) -> list[Request]:
+    def submitted(self) -> list[AssignedRequest]:
         """The requests of ``submit`` that neither ``collect`` nor ``wait_for`` has returned."""
         return self._work.owned()
 
@@ -260,7 +260,9 @@ class EngineGroup:
             with suppress(EnginesLostError):  # the next ``collect`` finds it too
                 self.wait(pending)
 
-    def collect(self, wait_seconds: float, replace_lost: EngineReplacer | None = None) -> list[Request]:
+    def collect(
+        self, wait_seconds: float, replace_lost: EngineReplacer | None = None
+    ) -> list[AssignedRequest]:
         """Return the submitted requests that have ended, in the order of submission, each once.
 
         Every busy engine waits at most ``wait_seconds`` for a quarter of its requests, so that many short
@@ -274,7 +276,7 @@ class EngineGroup:
         self._collect(quarters, wait_seconds, replace_lost)
         return self._work.take_ended()
 
-    def cancel(self, requests: Sequence[Request]) -> None:
+    def cancel(self, requests: Sequence[AssignedRequest]) -> None:
         """Stop submitted requests: they are neither collected nor submitted again when their engine is
         lost."""
         self._notify_all("cancel", [request.number for request in requests])
@@ -282,7 +284,7 @@ class EngineGroup:
 
     def collect_parts(
         self, replace_lost: EngineReplacer | None = None
-    ) -> tuple[list[Request], dict[int, Interrupted]]:
+    ) -> tuple[list[AssignedRequest], dict[int, Interrupted]]:
         """Return the requests that have ended, as ``collect`` does without waiting, and what the last update
         interrupted in each busy engine.
 
@@ -320,7 +322,9 @@ class EngineGroup:
         self._submit(added)
         return self.finish(added, replace_lost)
 
-    def finish(self, requests: Sequence[Request], replace_lost: EngineReplacer | None = None) -> list[Sample]:
+    def finish(
+        self, requests: Sequence[AssignedRequest], replace_lost: EngineReplacer | None = None
+    ) -> list[Sample]:
         """The samples of these requests, in this order, once all have ended. See ``generate``.
 
         Raises ``EpisodeFailedError`` when one failed.
@@ -332,7 +336,9 @@ class EngineGroup:
             raise
         return [request.sample for request in requests]
 
-    def wait_for(self, requests: Sequence[Request], replace_lost: EngineReplacer | None = None) -> None:
+    def wait_for(
+        self, requests: Sequence[AssignedRequest], replace_lost: EngineReplacer | None = None
+    ) -> None:
         """Wait until these requests have ended, also where engines would wait for the next update, and count
         them as collected. ``replace_lost`` is that of ``collect``."""
         while unfinished := num_unfinished(requests):
@@ -342,10 +348,10 @@ class EngineGroup:
             self._collect(unfinished, None, replace_lost)
         self._work.take(requests)
 
-    def _submit(self, requests: Sequence[Request]) -> None:
+    def _submit(self, requests: Sequence[AssignedRequest]) -> None:
         """Submit requests to their engines; returns at once, because an engine may take 0.2 s to accept 256
         requests. The next ``collect`` reports a failure."""
-        queued_by_engine: dict[int, list[QueuedSample]] = defaultdict(list)
+        queued_by_engine: dict[int, list[Request]] = defaultdict(list)
         for request in requests:
             queued_by_engine[request.engine].append(request.queued)
         self._submissions.append(

@@ -7,16 +7,16 @@ from itertools import count, groupby
 from typing import Any
 
 from verl_rc.records.parts import UNKNOWN, Part, Sample
-from verl_rc.runtime.rollout.engine import Collected, Interrupted, QueuedSample
+from verl_rc.runtime.rollout.engine import Collected, Interrupted, Request
 from verl_rc.runtime.rollout.environment import EpisodeFailedError
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
 
 
 @dataclass(eq=False)
-class Request:
-    """A request, from its assignment to an engine on."""
+class AssignedRequest:
+    """A request of the driver, from its assignment to an engine on."""
 
-    queued: QueuedSample
+    queued: Request
     """The request as the engine has it; after an update that cut it, with its tokens so far."""
     engine: int
     owner: Any = None
@@ -75,7 +75,7 @@ class EngineWork:
         self._num_engines = num_engines
         self._by_seed = by_seed
         self._numbers = count()
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, AssignedRequest] = {}
         """Requests by number."""
         self._cancelled: dict[int, int] = {}
         """The engine of each cancelled request, by number; the engine may still answer it."""
@@ -88,7 +88,7 @@ class EngineWork:
         awaited: bool,
         evenly: bool,
         owners: Sequence[Any] | None = None,
-    ) -> list[Request]:
+    ) -> list[AssignedRequest]:
         """Assign requests, in order.
 
         ``awaited``: the caller waits for all of them, so they run before samples without a waiter.
@@ -101,7 +101,7 @@ class EngineWork:
             prompts = [request.prompt_token_ids for request in requests]
             engines = assign(prompts, [busy[engine] for engine in range(self._num_engines)], evenly)
         added = [
-            Request(QueuedSample(next(self._numbers), request, options, awaited), engine, owner)
+            AssignedRequest(Request(next(self._numbers), request, options, awaited), engine, owner)
             for request, engine, owner in zip(
                 requests, engines, owners or [None] * len(requests), strict=True
             )
@@ -111,14 +111,14 @@ class EngineWork:
 
     def add_to_each(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions
-    ) -> list[list[Request]]:
+    ) -> list[list[AssignedRequest]]:
         """Assign all requests to every engine; returns them by engine.
 
         The numbers are below all others, so that these samples begin first.
         """
         added = [
             [
-                Request(QueuedSample(-1 - next(self._numbers), request, options), engine)
+                AssignedRequest(Request(-1 - next(self._numbers), request, options), engine)
                 for request in requests
             ]
             for engine in range(self._num_engines)
@@ -126,7 +126,7 @@ class EngineWork:
         self._requests |= {request.number: request for of_engine in added for request in of_engine}
         return added
 
-    def unfinished(self, engines: Collection[int]) -> list[Request]:
+    def unfinished(self, engines: Collection[int]) -> list[AssignedRequest]:
         """The requests of these engines that have not ended, in the order of their numbers."""
         return [
             self._requests[number]
@@ -138,7 +138,7 @@ class EngineWork:
         """Number of requests of each engine that have not ended."""
         return num_unfinished(self._requests.values())
 
-    def owned(self) -> list[Request]:
+    def owned(self) -> list[AssignedRequest]:
         """The requests that have an owner and were not taken, in the order of their numbers."""
         return [request for request in self._requests.values() if request.owner is not None]
 
@@ -183,19 +183,19 @@ class EngineWork:
                         request.queued, request=replace(request.queued.request, so_far=sample)
                     )
 
-    def take(self, requests: Sequence[Request]) -> None:
+    def take(self, requests: Sequence[AssignedRequest]) -> None:
         """Strike out requests that have ended."""
         for request in requests:
             del self._requests[request.number]
 
-    def take_ended(self) -> list[Request]:
+    def take_ended(self) -> list[AssignedRequest]:
         """Strike out the requests with an owner that have ended, and return them, in the order of their
         numbers."""
         ended = [request for request in self.owned() if request.outcome is not None]
         self.take(ended)
         return ended
 
-    def cancel(self, requests: Sequence[Request]) -> None:
+    def cancel(self, requests: Sequence[AssignedRequest]) -> None:
         """Strike out requests, ended or not."""
         self.take(requests)
         self._cancelled |= {request.number: request.engine for request in requests if request.outcome is None}
@@ -207,7 +207,7 @@ class EngineWork:
         }
 
 
-def num_unfinished(requests: Iterable[Request]) -> Counter[int]:
+def num_unfinished(requests: Iterable[AssignedRequest]) -> Counter[int]:
     """Number of these requests that have not ended, by engine."""
     return Counter(request.engine for request in requests if request.outcome is None)
 

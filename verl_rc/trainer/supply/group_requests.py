@@ -9,7 +9,7 @@ from verl_rc.records.groups import Group, GroupSample
 from verl_rc.records.parts import Part, Sample
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 from verl_rc.trainer.cluster.engine_group import EngineGroup
-from verl_rc.trainer.cluster.engine_work import Request
+from verl_rc.trainer.cluster.engine_work import AssignedRequest
 
 
 class GroupRequests:
@@ -37,7 +37,7 @@ class GroupRequests:
         """Whether requests are running."""
         return bool(self._engines.submitted())
 
-    def requests_of(self, numbers: Collection[int]) -> list[Request]:
+    def requests_of(self, numbers: Collection[int]) -> list[AssignedRequest]:
         """The requests of these groups."""
         return [request for request in self._engines.submitted() if request.owner.number in numbers]
 

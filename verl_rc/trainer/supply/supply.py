@@ -18,7 +18,7 @@ from verl_rc.runtime.checkpoint import RunState, SupplyState
 from verl_rc.runtime.rollout.environment import EpisodeFailedError
 from verl_rc.runtime.rollout.sampling import SamplingOptions
 from verl_rc.trainer.cluster.engine_group import EnginesLostError
-from verl_rc.trainer.cluster.engine_work import Request
+from verl_rc.trainer.cluster.engine_work import AssignedRequest
 from verl_rc.trainer.log import log
 from verl_rc.trainer.services import Services
 from verl_rc.trainer.step_record import StepRecord
@@ -105,7 +105,7 @@ class Supply:
         )
         self._stepping_version: int | None = None
         """The version of the weights at the last ``begin_steps``."""
-        self._canaries: list[list[Request]] = []
+        self._canaries: list[list[AssignedRequest]] = []
         """Requests for canary tokens that were published with the current version and not judged yet, by
         engine."""
         self._totals = StepTotals(dict(self._book.ended))
@@ -383,7 +383,7 @@ class Supply:
         with record.stage("reward"):
             self._decide(complete_groups)
 
-    def _store_responses(self, ended: Sequence[Request]) -> list[Group]:
+    def _store_responses(self, ended: Sequence[AssignedRequest]) -> list[Group]:
         """Put what came of requests into their samples; returns the groups that are whole with them.
 
         The group of a sample that failed fails with it.

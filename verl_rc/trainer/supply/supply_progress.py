@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from verl_rc.algorithm.health.run_limits import FailedGroups
-from verl_rc.algorithm.supply.group_book import AdmissionRule, GroupBook, Totals
+from verl_rc.algorithm.supply.group_book import AdmissionRule, GroupBook, GroupTotals
 from verl_rc.algorithm.supply.step_time import WaitTotals
 from verl_rc.config.errors import ConfigError
 from verl_rc.records.batches import RolloutBatch
@@ -70,7 +70,7 @@ class SupplyProgress:
         """Mean tokens of a trained group over those of a sampled one, over the run so far."""
         trained = self.book.ended["trained"]
         waiting = [group for group in self.book.open.values() if group.is_whole]
-        sampled = trained.plus(self.book.ended["stale"]).plus(Totals.from_groups(waiting))
+        sampled = trained.plus(self.book.ended["stale"]).plus(GroupTotals.from_groups(waiting))
         return (trained.tokens / trained.groups) / (sampled.tokens / sampled.groups)
 
     def open_metrics(self) -> dict[str, float]:
@@ -92,7 +92,7 @@ def ages_to_come(groups: Iterable[Group], trained: int, batch: int) -> list[int]
 class StepTotals:
     """Totals since the last step was closed."""
 
-    ended_before: Mapping[str, Totals]
+    ended_before: Mapping[str, GroupTotals]
     """Groups of the book that had ended then, by fate."""
     arrived: int = 0
     """Tokens that came from the engines."""
@@ -109,11 +109,11 @@ class StepTotals:
     waited_for_oldest: float = 0.0
     """Seconds in which there were groups enough for a batch, and older ones were waited for."""
 
-    def ended(self, book: GroupBook[Group]) -> dict[str, Totals]:
+    def ended(self, book: GroupBook[Group]) -> dict[str, GroupTotals]:
         """Groups that have ended since then, by fate."""
         return {fate: totals.minus(self.ended_before[fate]) for fate, totals in book.ended.items()}
 
-    def lead_metrics(self, ended: Mapping[str, Totals]) -> dict[str, float]:
+    def lead_metrics(self, ended: Mapping[str, GroupTotals]) -> dict[str, float]:
         """Groups that failed, tokens that were dropped, and the wait for older groups."""
         return {
             "async/failed_groups": float(ended["failed"].groups),
@@ -122,7 +122,7 @@ class StepTotals:
         }
 
     def filter_metrics(
-        self, ended: Mapping[str, Totals], samples: int, *, in_draws: bool
+        self, ended: Mapping[str, GroupTotals], samples: int, *, in_draws: bool
     ) -> dict[str, float]:
         """Dynamic sampling with ``samples`` a group: the groups that were decided in the step. A surplus is
         left where prompts are drawn ``in_draws``."""

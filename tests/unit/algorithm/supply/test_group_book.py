@@ -20,7 +20,7 @@ from verl_rc.algorithm.supply.group_book import (
     AdmissionRule,
     BookState,
     GroupBook,
-    Totals,
+    GroupTotals,
 )
 from verl_rc.algorithm.supply.ledger import LedgerError
 from verl_rc.config.async_training import AsyncTrainingConfig
@@ -194,7 +194,11 @@ def test_a_step_balances_with_what_is_open() -> None:
     book = after_a_step()
     assert (book.balance, [*book.open], book.replaced) == (14, [4, 5], 2)
     ended = {fate: totals for fate, totals in book.ended.items() if totals.groups}
-    assert ended == {"trained": Totals(2, 20), "filtered": Totals(1, 10), "stale": Totals(1, 10)}
+    assert ended == {
+        "trained": GroupTotals(2, 20),
+        "filtered": GroupTotals(1, 10),
+        "stale": GroupTotals(1, 10),
+    }
     book.admit([Booked(6, num_sampled=10)])
     book.update(Booked(5, num_sampled=10))
     accept(book, 4, 5)
@@ -264,12 +268,12 @@ def test_a_checkpoint_holds_all_of_it() -> None:
 @pytest.mark.parametrize(
     ("state", "numbers"),
     [
-        (BookState(admitted=3, ended={"trained": Totals(2)}), [0, 1]),  # one too many
-        (BookState(admitted=3, ended={"trained": Totals(1)}), [2]),  # one lost
+        (BookState(admitted=3, ended={"trained": GroupTotals(2)}), [0, 1]),  # one too many
+        (BookState(admitted=3, ended={"trained": GroupTotals(1)}), [2]),  # one lost
         (BookState(admitted=2), [1, 0]),
         (BookState(admitted=2), [1, 1]),
         (BookState(admitted=2), [1, 2]),
-        (BookState(admitted=2, ended={"eaten": Totals(1)}), [1]),
+        (BookState(admitted=2, ended={"eaten": GroupTotals(1)}), [1]),
     ],
 )
 def test_a_checkpoint_that_contradicts_itself_is_refused(state: BookState, numbers: list[int]) -> None:

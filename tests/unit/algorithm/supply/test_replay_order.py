@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from verl_rc.algorithm.supply.group_book import AdmissionRule, BookState, GroupBook, Totals
+from verl_rc.algorithm.supply.group_book import AdmissionRule, BookState, GroupBook, GroupTotals
 from verl_rc.algorithm.supply.replay_order import NextBatch, ReplayRule, next_batch
 
 
@@ -106,7 +106,7 @@ class Run:
         does not matter."""
         open_groups = list(known)
         trained = steps * self.rule.batch
-        counts = BookState(0, trained + len(open_groups), {"trained": Totals(trained)})
+        counts = BookState(0, trained + len(open_groups), {"trained": GroupTotals(trained)})
         numbered = [OpenGroup(trained + place, *one) for place, one in enumerate(open_groups)]
         open_groups += [(0, False)] * GroupBook(self.admission, counts, numbered).allowance()
         return steps, tuple(sorted(open_groups) if self.rule.order == "ready" else open_groups)

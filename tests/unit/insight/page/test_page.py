@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from planted_series import SETTINGS, healthy, planted, wave, write_run
 
 from verl_rc.insight import page as page_package
-from verl_rc.insight.page import Request, build_page, write_report
+from verl_rc.insight.page import ReportRequest, build_page, write_report
 from verl_rc.insight.page.charts import PANELS
 from verl_rc.insight.page.encode import curve_of, packed
 from verl_rc.insight.page.heat_map import heat_map_data
@@ -288,7 +288,7 @@ def test_a_long_run_fits_in_size_and_time(tmp_path):
     metrics = healthy(steps=steps) | {f"my/metric_{i}": wave(1.0, steps=steps) for i in range(20)}
     run = write_run(tmp_path / "run", metrics)
     started = time.process_time()
-    report = write_report(Request(run))
+    report = write_report(ReportRequest(run))
     assert time.process_time() - started < 5
     assert report.path.stat().st_size < 8 << 20
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from recorded_tokens import token_record
 
-from verl_rc.insight.page import Request, write_report
+from verl_rc.insight.page import ReportRequest, write_report
 from verl_rc.insight.picture import draw_run
 from verl_rc.insight.run_folder import NothingToReadError, RunData, Series, read_run, records
 from verl_rc.insight.run_folder.records import Columns
@@ -66,7 +66,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def page_of(folder: Path) -> str:
-    return write_report(Request(folder)).path.read_text()
+    return write_report(ReportRequest(folder)).path.read_text()
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -41,7 +41,7 @@ from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.algorithm.ppo.objective import policy_objective, value_objective
 from verl_rc.algorithm.ppo.train_batch import StepInputs, _rewards
 from verl_rc.algorithm.rewards.sample import RewardOutput
-from verl_rc.algorithm.supply.group_book import AdmissionRule, BookState, GroupBook, Totals
+from verl_rc.algorithm.supply.group_book import AdmissionRule, BookState, GroupBook, GroupTotals
 from verl_rc.config import RolloutCorrectionConfig
 from verl_rc.config.load import load_run_config
 from verl_rc.config.run import AlertsConfig
@@ -781,7 +781,7 @@ def a_batch_that_was_sampled_ahead():
 
 @example
 def groups_that_left_untrained():
-    ended = {"failed": Totals(1, 0), "stale": Totals(2, 12)}
+    ended = {"failed": GroupTotals(1, 0), "stale": GroupTotals(2, 12)}
     found = StepTotals({}, waited_for_oldest=1.5).lead_metrics(ended)
     return found, {"async/failed_groups": 1, "async/dropped_tokens": 12, "async/wait_for_oldest_s": 1.5}
 
@@ -1318,7 +1318,7 @@ def groups_under_way():
         SimpleNamespace(number=2 + place, num_sampled=tokens, is_whole=tokens == 3)
         for place, tokens in enumerate((3, 1, 0))
     ]
-    state = BookState(admitted=5, ended={"trained": Totals(2, 2 * 6)})
+    state = BookState(admitted=5, ended={"trained": GroupTotals(2, 2 * 6)})
     progress = SupplyProgress(GroupBook(AdmissionRule(2, 5), state, groups))
     expected = {"in_flight_groups": 2, "whole_waiting_groups": 1, "length_ratio": 6 / ((2 * 6 + 3) / 3)}
     return progress.open_metrics(), under("async/", expected)

@@ -11,7 +11,7 @@ from small_models import small_run_config
 from verl_rc.algorithm.health.ranges import CauseEpisode, CauseHistory, HealthHistory
 from verl_rc.algorithm.health.run_limits import FailedGroups, LeftOutUpdates, RewardHistory, StepScores
 from verl_rc.algorithm.ppo.control import ControlState
-from verl_rc.algorithm.supply.group_book import BookState, Totals
+from verl_rc.algorithm.supply.group_book import BookState, GroupTotals
 from verl_rc.algorithm.supply.step_time import WaitTotals
 from verl_rc.config.schema import public_values, value_at
 from verl_rc.records.dataset import EpochBatches
@@ -39,7 +39,12 @@ CONFIG: dict[str, Any] = {
 
 
 SUPPLY = SupplyState(
-    BookState(4, 10, {"trained": Totals(8, 70), "filtered": Totals(1, 8), "stale": Totals(1, 9)}, balance=7),
+    BookState(
+        4,
+        10,
+        {"trained": GroupTotals(8, 70), "filtered": GroupTotals(1, 8), "stale": GroupTotals(1, 9)},
+        balance=7,
+    ),
     failed=FailedGroups((3,), "no answer"),
     drawn=((1, 5), (1, 2)),
     groups={"groups": [], "token_ids": torch.tensor([3], dtype=torch.int32)},

@@ -22,7 +22,7 @@ from made_samples import of_parts, part
 
 from verl_rc.config.rollout import MultiTurnConfig
 from verl_rc.records.parts import Answer, Sample, last_turn, num_answers, num_tokens, token_ids
-from verl_rc.runtime.rollout.engine import QueuedSample
+from verl_rc.runtime.rollout.engine import Request
 from verl_rc.runtime.rollout.environment import EpisodeFailedError
 from verl_rc.runtime.rollout.sampling import GenerationRequest, next_seed
 from verl_rc.runtime.rollout.step_loop import Box, StepLoop
@@ -66,7 +66,7 @@ def talk(
     loop, box = StepLoop(lambda: sampler, limit, in_lockstep=in_lockstep), []
     asked = [GenerationRequest([index], 100 + index, episode=episode(index)) for index in range(len(scripts))]
     given = options(max_tokens, tokenizer.eos_token_id)
-    loop.submit([QueuedSample(number, request, given) for number, request in enumerate(asked)], box)
+    loop.submit([Request(number, request, given) for number, request in enumerate(asked)], box)
     return sampler, loop, box
 
 
@@ -166,11 +166,7 @@ def test_a_cancelled_sample_is_forgotten_while_its_tool_is_at_work_or_fails(toke
     go_on.set()
     assert [number for number, _ in loop.take(box, 1, PATIENCE)] == [1]
     loop.submit(
-        [
-            QueuedSample(
-                1, GenerationRequest([1], seed=5, episode=episode(5)), options(end=tokenizer.eos_token_id)
-            )
-        ],
+        [Request(1, GenerationRequest([1], seed=5, episode=episode(5)), options(end=tokenizer.eos_token_id))],
         box,
     )
     assert [number for number, _ in loop.take(box, 1, PATIENCE)] == [1]  # the loop lives
@@ -192,7 +188,7 @@ def test_a_response_goes_on_from_its_parts_with_the_same_seeds(tokenizer: Any) -
         sampler.scripts = {0: [call, said]}
         replies = [tool_reply()] if parts[1] is told else []
         request = GenerationRequest([0], 100, None, Sample(0, parts, False, replies, b""), episode(9))
-        loop.submit([QueuedSample(0, request, options(end=tokenizer.eos_token_id))], box)
+        loop.submit([Request(0, request, options(end=tokenizer.eos_token_id))], box)
         ((_, response),) = loop.take(box, 1, PATIENCE)
         assert token_ids(response.parts) == call + answer + said
         assert (num_answers(response.parts), response.tool_calls) == (1, 1)
@@ -230,11 +226,7 @@ def test_a_tool_that_fails_fails_its_sample_and_no_other(how: str, tokenizer: An
     assert ended[2].tool_calls == 1
     assert sampler._open.get(0) is None  # nothing is kept of it
     loop.submit(
-        [
-            QueuedSample(
-                2, GenerationRequest([1], seed=5, episode=episode(5)), options(end=tokenizer.eos_token_id)
-            )
-        ],
+        [Request(2, GenerationRequest([1], seed=5, episode=episode(5)), options(end=tokenizer.eos_token_id))],
         box,
     )
     ((_, response),) = loop.take(box, 1, PATIENCE)

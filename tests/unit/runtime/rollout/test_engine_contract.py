@@ -10,7 +10,7 @@ from engine_contract import STEPS, EngineContract, Subject
 
 from verl_rc.records.parts import Part, Sample
 from verl_rc.runtime.distributed.child_process import ChildProcess
-from verl_rc.runtime.rollout.engine import EngineOptions, QueuedSample
+from verl_rc.runtime.rollout.engine import EngineOptions, Request
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
 
 VOCABULARY = 13
@@ -44,5 +44,5 @@ def test_a_response_without_room_for_a_token_is_refused_before_an_engine_gets_it
     allowed = limit if own_limit is None else own_limit
     message = f"request 7 has 2 tokens and a limit of {allowed}; raise max_tokens"
     with pytest.raises(ValueError, match=message):
-        QueuedSample(7, request, options)
-    assert QueuedSample(7, replace(request, max_tokens=3), options).number == 7
+        Request(7, request, options)
+    assert Request(7, replace(request, max_tokens=3), options).number == 7

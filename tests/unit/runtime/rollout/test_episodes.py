@@ -14,7 +14,7 @@ from verl_rc.records.episode import Opening, Reply, Turn
 from verl_rc.records.parts import Part, Sample, num_answers, num_tokens, token_ids
 from verl_rc.records.tokenize import ContinuationEncoder, encode_opening
 from verl_rc.runtime.rollout.conversation import Conversations, LocalHosts
-from verl_rc.runtime.rollout.engine import QueuedSample
+from verl_rc.runtime.rollout.engine import Request
 from verl_rc.runtime.rollout.environment import EpisodeFailedError
 from verl_rc.runtime.rollout.environment_host import Host, HostLimits, StepResult
 from verl_rc.runtime.rollout.sampling import GenerationRequest
@@ -56,7 +56,7 @@ class Games:
             GenerationRequest([n], 100 + n, episode=episode(n)) for n in range(len(scripts))
         ]
         given = options(most, self._end)
-        loop.submit([QueuedSample(n, request, given) for n, request in enumerate(requests)], box)
+        loop.submit([Request(n, request, given) for n, request in enumerate(requests)], box)
         ended = dict(loop.take(box, len(requests), PATIENCE))
         return sampler, [ended[n] for n in range(len(requests))]
 
@@ -146,7 +146,7 @@ def test_a_reply_may_begin_another_conversation(room: int, tokenizer: Any) -> No
     box: Box = []
     loop = StepLoop(lambda: sampler)
     request = GenerationRequest([0], 100, episode=episode(0))
-    loop.submit([QueuedSample(0, request, options(room, tokenizer.eos_token_id))], box)
+    loop.submit([Request(0, request, options(room, tokenizer.eos_token_id))], box)
     ((_, sample),) = loop.take(box, 1, PATIENCE)
     begun = encode_opening(tokenizer, ANEW)
     if room == 12:

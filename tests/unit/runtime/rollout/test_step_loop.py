@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from verl_rc.runtime.rollout.engine import QueuedSample
+from verl_rc.runtime.rollout.engine import Request
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.runtime.rollout.step_loop import Box, StepLoop
 
@@ -34,7 +34,7 @@ class Countdown:
         self.versions: dict[int, list[int]] = {}
         """The version at every token so far, also of samples that were cut."""
 
-    def begin(self, key: int, sample: QueuedSample) -> None:
+    def begin(self, key: int, sample: Request) -> None:
         assert threading.get_ident() == self.owner
         self.length[key] = sample.request.max_tokens
         self.left[key] = self.length[key] - len(self.versions.setdefault(key, []))
@@ -79,8 +79,8 @@ class Labelled(Countdown):
         return tuple(self.versions.pop(key))
 
 
-def sample(number: int, length: int, has_priority: bool = False) -> QueuedSample:
-    return QueuedSample(number, GenerationRequest([1], seed=number, max_tokens=length), OPTIONS, has_priority)
+def sample(number: int, length: int, has_priority: bool = False) -> Request:
+    return Request(number, GenerationRequest([1], seed=number, max_tokens=length), OPTIONS, has_priority)
 
 
 @pytest.fixture
@@ -546,7 +546,7 @@ def test_a_call_that_comes_with_an_answer_that_ends_the_loop_is_told_so() -> Non
     class Waiting(Countdown):
         """Its samples wait for ``reply``, which it cannot read."""
 
-        def begin(self, key: int, sample: QueuedSample) -> Any:
+        def begin(self, key: int, sample: Request) -> Any:
             return reply
 
         def step(self) -> list[tuple[int, Any]]:

@@ -9,13 +9,13 @@ from made_samples import first_tokens, sample
 
 from verl_rc.records.parts import token_ids
 from verl_rc.runtime.distributed.child_process import HangError, ProcessLostError, RemoteError
-from verl_rc.runtime.rollout.engine import Collected, Interrupted, QueuedSample
+from verl_rc.runtime.rollout.engine import Collected, Interrupted, Request
 from verl_rc.runtime.rollout.environment import EpisodeFailedError
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.runtime.weight_sync.transfer_group import TransferBrokenError
 from verl_rc.trainer.cluster import engine_group
 from verl_rc.trainer.cluster.engine_group import EngineGroup, EnginesLostError
-from verl_rc.trainer.cluster.engine_work import EngineWork, Request
+from verl_rc.trainer.cluster.engine_work import AssignedRequest, EngineWork
 
 OPTIONS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=2, stop_token_ids=())
 TIMEOUT = 1.0
@@ -40,7 +40,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
-        self.ended: list[QueuedSample] = []
+        self.ended: list[Request] = []
         self.fails: set[int] = set()
         """Seeds of samples that fail."""
         self.failure: RemoteError | None = None
@@ -105,7 +105,7 @@ def group_of(
     return group, engines
 
 
-def of_owners(ended: Sequence[Request]) -> dict[str, int]:
+def of_owners(ended: Sequence[AssignedRequest]) -> dict[str, int]:
     """The first token of each owner's sample, in order."""
     return {request.owner: first_tokens([request.sample])[0] for request in ended}
 

@@ -11,7 +11,7 @@ from made_samples import first_tokens, of_parts, part, sample
 from verl_rc.records.parts import Sample
 from verl_rc.runtime.rollout.engine import Collected, Interrupted
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.trainer.cluster.engine_work import EngineWork, Request, assign, num_unfinished
+from verl_rc.trainer.cluster.engine_work import AssignedRequest, EngineWork, assign, num_unfinished
 
 OPTIONS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=2, stop_token_ids=())
 
@@ -35,17 +35,17 @@ def by_engine(engines: list[int], num_engines: int) -> list[list[int]]:
     ]
 
 
-def numbers_of(requests: Iterable[Request]) -> list[int]:
+def numbers_of(requests: Iterable[AssignedRequest]) -> list[int]:
     return [request.number for request in requests]
 
 
-def add_eight(work: EngineWork) -> list[Request]:
+def add_eight(work: EngineWork) -> list[AssignedRequest]:
     """Two requests for each of four prompts."""
     requests = [GenerationRequest([seed // 2], seed) for seed in range(8)]
     return work.add(requests, OPTIONS, awaited=False, evenly=True, owners="abcdefgh")
 
 
-def seeds_by_engine(requests: Iterable[Request]) -> dict[int, list[int]]:
+def seeds_by_engine(requests: Iterable[AssignedRequest]) -> dict[int, list[int]]:
     seeds: dict[int, list[int]] = {}
     for request in requests:
         seeds.setdefault(request.engine, []).append(request.queued.request.seed)

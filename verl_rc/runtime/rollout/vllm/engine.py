@@ -14,7 +14,7 @@ from verl_rc.runtime.rollout.engine import (
     EngineFacts,
     Interrupted,
     MemoryTag,
-    QueuedSample,
+    Request,
 )
 from verl_rc.runtime.rollout.environment import EpisodeFailedError
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
@@ -153,9 +153,9 @@ class VllmEngine(Engine):
             self._loop.call(lambda sampler: sampler.wake_up(tags), release=release)
         return self._can_sleep
 
-    def submit(self, samples: Sequence[QueuedSample]) -> None:
+    def submit(self, requests: Sequence[Request]) -> None:
         """See ``Engine``."""
-        self._loop.submit(samples, self._box)
+        self._loop.submit(requests, self._box)
 
     def cancel(self, numbers: Sequence[int]) -> None:
         """See ``Engine``."""
@@ -170,9 +170,7 @@ class VllmEngine(Engine):
     def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
         """See ``Engine``. Raises ``ValueError`` like ``collect``."""
         box: Box = []
-        samples = [
-            QueuedSample(row, request, options, has_priority=True) for row, request in enumerate(requests)
-        ]
+        samples = [Request(row, request, options, has_priority=True) for row, request in enumerate(requests)]
         self._loop.submit(samples, box)
         collected = _collected(self._loop.take(box, at_least=len(requests)))
         for message in collected.failures.values():

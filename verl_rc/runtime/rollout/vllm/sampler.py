@@ -14,7 +14,7 @@ from vllm.v1.engine import FinishReason
 
 from verl_rc.records.parts import UNKNOWN, Part, Sample, context, num_since_sampled, num_tokens
 from verl_rc.runtime.rollout.conversation import AnsweredSample, Conversations, OpenSamples
-from verl_rc.runtime.rollout.engine import EngineFacts, MemoryTag, QueuedSample
+from verl_rc.runtime.rollout.engine import EngineFacts, MemoryTag, Request
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions, next_seed
 from verl_rc.runtime.rollout.vllm import engine_worker, receiver
 from verl_rc.runtime.rollout.vllm.adapters import REQUEST, adapter_arguments
@@ -81,7 +81,7 @@ class VllmSampler:
         self.capacity: int = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
         self._vocabulary_size: int = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
 
-    def begin(self, key: int, sample: QueuedSample) -> "Future[AnsweredSample] | None":
+    def begin(self, key: int, sample: Request) -> "Future[AnsweredSample] | None":
         """See ``Sampler``; raises ``ValueError`` when the sample does not fit the model's length."""
         so_far, reply = self._open.begin(key, sample)
         if reply is not None:
