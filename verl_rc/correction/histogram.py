@@ -22,7 +22,7 @@ from verl_rc.metrics.log_ratio_bins import (
 def log_ratio_histogram(values: Tensor, members: Tensor) -> Tensor:
     """Counts float64 ``[NUM_BINS]`` of those finite ``values`` (nats, any shape) where the bool ``members``
     holds."""
-    # |l| = mantissa * 2^exponent, the mantissa in [0.5, 1): exact on every device, where a logarithm may
+    # |l| = mantissa * 2^exponent, the mantissa in [0.5, 1): equal on every device, where a logarithm may
     # round to either side of an edge, and ten times as fast as a search among the edges. The lower clamp is
     # for 0, whose exponent is 0.
     mantissa, exponent = torch.frexp(values.abs().clamp_(SMALLEST / 2, LARGEST))

@@ -56,7 +56,7 @@ class LogRatio:
 
     @cached_property
     def excess(self) -> Tensor:
-        """``rho - 1 = exp(bounded l) - 1``, float64, exact near 0, where log-ratios often are."""
+        """``rho - 1 = exp(bounded l) - 1``, float64, precise near 0, where log-ratios often are."""
         return torch.expm1(self.bounded)
 
     @cached_property

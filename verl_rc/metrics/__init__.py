@@ -1,5 +1,4 @@
-"""What a run reports: records, their exact reduction, the catalogue of names, and sinks to show and store
-them."""
+"""What a run reports: records, their reduction, the catalogue of names, and sinks to show and store them."""
 
 from verl_rc.metrics.catalog import MetricSpec, check_names, describe
 from verl_rc.metrics.mergeable import Mean

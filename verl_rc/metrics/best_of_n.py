@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-LARGEST_EXACT_VOTE = 64
-"""Largest number of samples of a prompt for exact majority votes; above it, ``SIMULATED_VOTES`` votes
+LARGEST_ENUMERATED_VOTE = 64
+"""Largest number of samples of a prompt for enumerated majority votes; above it, ``SIMULATED_VOTES`` votes
 estimate them."""
 SIMULATED_VOTES = 1000
 """Votes drawn for that estimate."""
@@ -46,8 +46,8 @@ def summarise_samples(samples: Iterable[ValidationSample], samples_per_prompt: i
     With N = ``samples_per_prompt``: ``mean@N`` and, for N > 1, ``std@N`` (root of the unbiased variance, N -
     1 in the denominator; 0 for a single value) and ``{best,worst,maj}@n/{mean,std}`` for every n of
     ``draw_sizes(N)``. ``maj`` is left out when no sample has an answer. A prompt with fewer than N samples is
-    judged by those. Sums are exact: the order of the samples does not matter. Without samples the result is
-    empty.
+    judged by those. Sums are not rounded: the order of the samples does not matter. Without samples the
+    result is empty.
     """
     by_prompt: dict[Hashable, list[ValidationSample]] = defaultdict(list)
     for sample in samples:
@@ -98,10 +98,10 @@ def winning_probabilities(counts: tuple[int, ...], draws: int) -> Mapping[int, f
     give it.
 
     ``counts``: samples of each answer, ascending. Ties are shared equally, so answers with equal counts win
-    equally often. Exact up to ``LARGEST_EXACT_VOTE`` samples; above, an estimate from ``SIMULATED_VOTES``
-    seeded votes.
+    equally often. Enumerated up to ``LARGEST_ENUMERATED_VOTE`` samples; above, an estimate from
+    ``SIMULATED_VOTES`` seeded votes.
     """
-    if sum(counts) > LARGEST_EXACT_VOTE:
+    if sum(counts) > LARGEST_ENUMERATED_VOTE:
         return _estimated_winning_probabilities(counts, draws)
     return {count: _winning_probability(counts, counts.index(count), draws) for count in set(counts)}
 

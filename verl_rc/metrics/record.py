@@ -1,4 +1,4 @@
-"""The metric record, and its exact reduction, which does not depend on how records are split or ordered."""
+"""The metric record, and its reduction, which does not depend on how records are split or ordered."""
 
 import math
 from collections import defaultdict

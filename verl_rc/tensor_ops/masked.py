@@ -48,7 +48,8 @@ def masked_whiten(values: Tensor, mask: Tensor, minuends: Tensor | None = None) 
     mean = centred.sum(dim=-1, dtype=torch.float64).sum() / count.clamp_min(1)
     rounded_mean = mean.to(values.dtype)
     smallest, largest = centred.masked_fill_(outside, rounded_mean).aminmax()
-    # The difference of close numbers is exact, so what the mean's rounding left can be taken off behind it.
+    # The difference of close numbers is not rounded, so what the mean's rounding left can be taken off behind
+    # it.
     centred.sub_(rounded_mean).sub_((mean - rounded_mean).to(values.dtype)).masked_fill_(outside, 0.0)
     variance = in_row_blocks(_row_squares, centred).sum() / (count - 1).clamp_min(1)
     size = torch.maximum(largest.abs(), smallest.abs())
@@ -59,8 +60,8 @@ def masked_whiten(values: Tensor, mask: Tensor, minuends: Tensor | None = None) 
 
 
 def _row_squares(values: Tensor) -> Tensor:
-    exact = values.double()
-    squares: Tensor = torch.linalg.vecdot(exact, exact)
+    doubles = values.double()
+    squares: Tensor = torch.linalg.vecdot(doubles, doubles)
     return squares
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from verl_rc.metrics.best_of_n import (
-    LARGEST_EXACT_VOTE,
+    LARGEST_ENUMERATED_VOTE,
     Moments,
     ValidationSample,
     best_of,
@@ -93,7 +93,7 @@ def test_exactly_one_answer_wins(counts, draws):
 
 
 def test_a_vote_of_many_samples_is_estimated_the_same_every_time():
-    many = LARGEST_EXACT_VOTE * 2
+    many = LARGEST_ENUMERATED_VOTE * 2
     answers = ["a"] * (many // 2) + ["b"] * (many // 4) + ["c"] * (many // 4)
     values = [float(answer == "a") for answer in answers]
     estimate = majority_of(values, answers, 4)

@@ -51,7 +51,7 @@ def cispo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     ratio = inputs.log_ratio.detach().exp()
     clipped_ratio = clip_ratio(ratio, inputs)
     return inputs.reduce(-clipped_ratio * inputs.advantages * inputs.log_probs), {
-        # Exact: clamp returns numbers inside the band as they are.
+        # Without rounding: clamp returns numbers inside the band as they are.
         "actor/pg_clipfrac": inputs.mean_over_tokens(ratio != clipped_ratio),
         **inputs.ppo_kl_metrics(),
         "actor/pg_clipfrac_lower": inputs.mean_over_tokens(torch.zeros_like(ratio)),

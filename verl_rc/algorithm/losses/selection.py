@@ -43,7 +43,7 @@ def clip_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     mini-batch's tokens (at least one), drawn among those that are not clipped and have ``clip_cov_lb`` < cov
     < ``clip_cov_ub``, with cov = (A − mean A)(lp − mean lp). The draw is a hash of the token's old log-prob,
     advantage and position, so it is reproducible and does not depend on micro-batches; where more tokens of
-    one hash are left than may be dropped, each is dropped in part, so that the share is exact. Rejected
+    one hash are left than may be dropped, each is dropped in part, so that the share is met. Rejected
     tokens enter neither the sum nor the means.
 
     Returns:

@@ -31,7 +31,7 @@ def attaches(
     package: str,
     versions: tuple[str, str],
     owner: object,
-    signatures: Mapping[str, Sequence[str]],
+    parameters: Mapping[str, Sequence[str]],
 ) -> bool:
     """Whether a hook knows the installed version; a warning says why it does not.
 
@@ -40,16 +40,16 @@ def attaches(
         package: distribution whose version counts.
         versions: the first that the hook was read at, and the first that it was not.
         owner: class or module of the functions.
-        signatures: by the name of a function the parameters that it must begin with.
+        parameters: by the name of a function the parameters that it must begin with.
     """
-    objection = _objection(package, versions, owner, signatures)
+    objection = _objection(package, versions, owner, parameters)
     if objection:
         _LOG.warning("verl_rc records no tokens of %s: %s.", trainer, objection)
     return not objection
 
 
 def _objection(
-    package: str, versions: tuple[str, str], owner: object, signatures: Mapping[str, Sequence[str]]
+    package: str, versions: tuple[str, str], owner: object, parameters: Mapping[str, Sequence[str]]
 ) -> str:
     first, end = versions
     try:
@@ -58,11 +58,11 @@ def _objection(
         return f"{package} is not installed"
     if not _numbers(first) <= _numbers(installed) < _numbers(end):
         return f"its hook knows {package} from {first} to below {end}, and {installed} is installed"
-    for name, expected in signatures.items():
+    for name, expected in parameters.items():
         function = getattr(owner, name, None)
-        parameters = [] if function is None else list(inspect.signature(function).parameters)
-        if parameters[: len(expected)] != list(expected):
-            takes = f"it takes ({', '.join(parameters)})" if parameters else "there is none"
+        taken = [] if function is None else list(inspect.signature(function).parameters)
+        if taken[: len(expected)] != list(expected):
+            takes = f"it takes ({', '.join(taken)})" if taken else "there is none"
             return f"{name} must take ({', '.join(expected)}, …), and in {package} {installed} {takes}"
     return ""
 

@@ -1,4 +1,4 @@
-"""Entries of the metric catalogue, and their look-up: by exact name first, then by the most specific
+"""Entries of the metric catalogue, and their look-up: by the whole name first, then by the most specific
 pattern."""
 
 import difflib

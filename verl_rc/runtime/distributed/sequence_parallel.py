@@ -49,7 +49,7 @@ class SequenceParallel:
         Every rank must compute the same loss from the result. The gradient of a value then goes to its rank
         once.
         """
-        # Each value is added to zeros, which is exact.
+        # Each value is added to zeros, which rounds nothing.
         total: Tensor = _Sum.apply(placed(local, is_local), self.group)  # type: ignore[no-untyped-call]
         return total
 

@@ -44,7 +44,7 @@ class PackedLayout:
         )
 
 
-def packed_sdpa(  # noqa: PLR0913  (the signature transformers calls)
+def packed_sdpa(  # noqa: PLR0913  (the parameters that transformers passes)
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -62,7 +62,7 @@ def packed_sdpa(  # noqa: PLR0913  (the signature transformers calls)
 
     ``query``, ``key``, ``value`` are ``[1, heads, N, head_dim]`` over packed tokens, or over this rank's part
     of them. Without a layout it is plain causal attention over rows that are padded on the right, where no
-    real token sees padding. The signature is that of transformers' ``AttentionInterface``.
+    real token sees padding. The parameters are those of transformers' ``AttentionInterface``.
 
     Raises ``ValueError`` when ``sliding_window``, ``softcap`` or sinks (``s_aux``) would change the result:
     they are not built.

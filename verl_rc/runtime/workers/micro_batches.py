@@ -1,4 +1,4 @@
-"""The loops over a rank's micro-batches that all workers share, with and without gradient, and the exact
+"""The loops over a rank's micro-batches that all workers share, with and without gradient, and the
 totals of their objectives."""
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ class ObjectiveTotals:
         return sum(step.outcome == outcome for step in self.steps)
 
     def metrics(self, is_first_rank: bool) -> list[Metric]:
-        """Metric records whose reduction over ranks is exact; losses are means over optimizer steps, without
+        """Metric records that can be reduced over ranks; losses are means over optimizer steps, without
         mini-batches that were skipped. Gradient norms are equal on all ranks and come from the first."""
         sums = [part for mean in self._averages.values() for part in (mean.total, mean.count)]
         # One copy from the device for all metrics of an update.

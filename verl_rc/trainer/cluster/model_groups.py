@@ -118,7 +118,7 @@ class FrozenGroup(RankGroup):
 
         def token_scores(scores: list[Tensor]) -> TokenScores:
             log_probs, *top = scores
-            # They come as float32, in which ids below 2^24 are exact.
+            # They come as float32, which represents ids below 2^24.
             top_tokens = {"top_ids": top[0].long(), "top_log_probs": top[1]} if top else {}
             return TokenScores(log_probs, None, **top_tokens)
 
