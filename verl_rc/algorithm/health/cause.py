@@ -1,4 +1,4 @@
-"""What a cause of the gap is: one row of the table of causes."""
+"""A row of the table of causes: what a cause of the gap is."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +17,7 @@ class Cause:
     """One row of the table."""
 
     row: int
-    """Its number in docs/see_why.md, for people alone: no rule asks for it."""
+    """The cause's number in docs/see_why.md, which readers use and no rule does."""
     name: str
     condition: str
     """The condition under which it is named, in words."""

@@ -89,7 +89,7 @@ OUTSIDE_MASK = Cause(
     level="notice",
 )
 INVARIANTS = (STOP_LOST, EQUAL_SAMPLES, OUTSIDE_VOCABULARY, SHIFTED_ROWS, FLOORED, OUTSIDE_MASK)
-"""What token records show without statistics."""
+"""Causes that token records show without statistics."""
 OVERFLOW = Cause(
     1,
     "overflow or empty logits",

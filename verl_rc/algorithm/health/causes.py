@@ -22,7 +22,7 @@ SIGNATURE_METRICS = tuple(
 
 
 def cause_of(step: Step, mirrors_filter: bool = False) -> SignatureCause | None:
-    """The first cause whose rule holds; None if none does. A rule whose metrics are absent does not hold.
+    """The first cause whose rule holds, or None. A rule whose metrics are absent does not hold.
 
     ``mirrors_filter``: the trainer scores tokens over the supports that the engine's filter left, so no cause
     that blames the filter holds.
@@ -77,13 +77,13 @@ class NamedCauses:
     """The causes that a step's signatures name."""
 
     history: CauseHistory
-    """With this step."""
+    """The history with this step."""
     has_cause: bool = False
     """Whether a cause holds in this step and held in the step before."""
     messages: Mapping[str, CauseMessage] = field(default_factory=dict)
     """Messages about causes that begin or end with this step, by the cause's name."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """To be added to those of the step."""
+    """Metrics to be added to those of the step."""
 
 
 def name_causes(

@@ -7,12 +7,13 @@ from verl_rc.algorithm.health.ranges import HealthHistory
 
 @dataclass(frozen=True)
 class Findings:
-    """What rollout correction shows of a step: before its update, or by it where the actor corrects."""
+    """Numbers of rollout correction that guards read: from before the update, or, where the actor corrects,
+    from the update itself."""
 
     next_gap_limit: float | None
     """Limit of the mean gap from now on, nats. None means not calibrated yet."""
     health: HealthHistory
-    """With the causes of this step."""
+    """The history of healthy ranges and causes, with the causes of this step."""
     k3_kl: float | None = None
     """Mismatch of rollout and train policy, nats per token. None if nothing was measured."""
     mean_gap: float | None = None

@@ -73,11 +73,11 @@ class LeftOutUpdates:
     """Consecutive optimizer steps that were left out, up to the last one. Immutable."""
 
     skipped: int = 0
-    """Of the actor, because rejection kept no token."""
+    """Updates of the actor, because rejection kept no token."""
     nonfinite_actor: int = 0
-    """Because of a gradient that is not finite."""
+    """Updates of the actor, because a gradient was not finite."""
     nonfinite_critic: int = 0
-    """Because of a gradient that is not finite."""
+    """Updates of the critic, because a gradient was not finite."""
 
 
 class TooManyFailedGroupsError(RuntimeError):
@@ -94,9 +94,9 @@ class FailedGroups:
     record."""
 
     at: tuple[int, ...] = ()
-    """For each of them, the number of groups that had been decided before it; the last 100 count."""
+    """The number of groups that had been decided before each failure; failures among the last 100 count."""
     first_error: str | None = None
-    """Why the first group of the run failed. None if none did."""
+    """The error of the run's first failed group, or None."""
 
     def with_failure(self, num_decided: int, error: str) -> "FailedGroups":
         """Add a failure after ``num_decided`` groups. Raises ``TooManyFailedGroupsError`` above 1 % of the
@@ -131,7 +131,7 @@ class RewardHistory:
     the next one."""
 
     recent: tuple[StepScores, ...] = ()
-    """Oldest first; at most a window of them."""
+    """Scores of the last steps, oldest first; at most a window of them."""
     best: float | None = None
     """The best mean over a window. None if no window was full yet."""
 

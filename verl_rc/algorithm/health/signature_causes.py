@@ -38,12 +38,13 @@ class SignatureCause(Cause):
     substitutes: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Metrics that are read where the step lacks one of ``needs``, by the name of that one."""
     blames_filter: bool = False
-    """Whether it says that a filter is not mirrored. A trainer that has the engine's supports mirrors it."""
+    """Whether the cause is a filter that the trainer does not mirror. A trainer that has the engine's
+    supports mirrors it."""
     holds: Callable[[Step], bool]
     """The rule; in ``condition`` z is missing_mass_z, R² temperature_r2."""
 
     def evidence_in(self, step: Step) -> Step | None:
-        """The metrics of the step by their names in ``needs``; None where the step lacks one."""
+        """The step's metrics by their names in ``needs``, or None if one is missing."""
         names = {name: name if name in step else self.substitutes.get(name, name) for name in self.needs}
         is_complete = all(name in step for name in names.values())
         return {need: step[name] for need, name in names.items()} if is_complete else None
@@ -321,4 +322,4 @@ SIGNATURE_CAUSES = (
         holds=lambda step: step["noisiest_engine_z"] > BOUNDS.engine_z,
     ),
 )
-"""In the order in which they are checked."""
+"""Causes in the order in which they are checked."""

@@ -1,5 +1,5 @@
-"""What a verdict says: statements with their numbers, so that the same words stand on the page, the console
-and in JSON."""
+"""Statements of a verdict with their numbers, so that the same words stand on the page, the console and in
+JSON."""
 
 import math
 from collections.abc import Mapping
@@ -27,9 +27,9 @@ class Statement:
     correlation says so."""
     steps: tuple[int, int] | None = None
     next_test: str = ""
-    """What decides, or what to do; empty when nothing is to be done."""
+    """The test that decides, or what to do; empty when nothing is to be done."""
     overrides: tuple[str, ...] = ()
-    """Ready to paste."""
+    """Overrides of the configuration, ready to paste."""
     row: int | None = None
     """Row of the decision table in docs/see_why.md; None outside it."""
 

@@ -1,4 +1,4 @@
-"""What every policy loss is given, how its token losses become a number and metrics, and the names of the
+"""The inputs of every policy loss, the reduction of token losses to a number and metrics, and the names of
 losses."""
 
 from collections.abc import Callable, Mapping
@@ -45,8 +45,8 @@ class RatioBounds:
 
 
 MiniBatchStatistics = Selection | RatioBounds
-"""What a loss must know about the whole mini-batch; a pass without gradient finds it:
-``mini_batch_statistics``."""
+"""Numbers of the whole mini-batch that a loss needs; ``mini_batch_statistics`` computes them in a pass
+without gradient."""
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def dppo_tv_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 
 
 def _probability_has_not_moved(inputs: PolicyLossInputs) -> Tensor:
-    """Where the probability of the token has moved by no more than ε_high up (A > 0), or ε_low down."""
+    """True where the probability of the token has moved by no more than ε_high up (A > 0), or ε_low down."""
     # Log-probs are at most 0: these exponentials need no bound.
     change = inputs.log_probs.detach().exp() - inputs.ratio_denominator.exp()
     low, high = inputs.parameters.clip_bounds

@@ -270,7 +270,7 @@ def selection_threshold(scores: Tensor, size: Tensor) -> Tensor:
 
 
 def _selected(name: str, inputs: PolicyLossInputs) -> Tensor:
-    """How much of each token is selected, [B, T], in [0, 1]; a fraction only for tokens with equal scores at
+    """The selected share of each token, [B, T], in [0, 1]; a fraction only for tokens with equal scores at
     the threshold."""
     # Without statistics the mini-batch is given whole, as in a notebook.
     statistics = inputs.mini_batch_statistics or mini_batch_statistics(name, [inputs])

@@ -37,13 +37,13 @@ class OverRanks:
 
 @dataclass(frozen=True)
 class Measured:
-    """What rollout correction measured in a step."""
+    """The statistics that rollout correction measured in a step."""
 
     statistics: CorrectionStatistics
-    """Of the whole step."""
+    """Statistics of the whole step."""
     before_update: CorrectionStatistics | None
-    """Of the tokens scored before any update, from which the gap of engine and trainer follows; None when an
-    update was made before a token with two finite log-probs came."""
+    """Statistics of the tokens scored before any update; the gap of engine and trainer follows from them.
+    None when an update was made before a token with two finite log-probs came."""
     signatures: CorrectionStatistics | None = None
     """Signatures of the actor's first mini-batch, with full diagnostics. None where ``statistics`` have
     them."""
@@ -103,7 +103,7 @@ class ActorCorrection:
         self.seconds = 0.0
         """Seconds spent on passes without gradient that only served statistics."""
         self.before_update: CorrectionStatistics | None = None
-        """See ``Measured``, so far."""
+        """The part of ``Measured.before_update`` that is known so far."""
         self._config = config
         self._by_age = by_age
         self._policy_version = policy_version
@@ -209,7 +209,7 @@ class ActorCorrection:
         return statistics, (num_tokens, num_sequences)
 
     def measured(self) -> Measured | None:
-        """What was measured, over all mini-batches and ranks, on the CPU. Collective."""
+        """The statistics over all mini-batches and ranks, on the CPU. Collective."""
         if self._step is None:  # every mini-batch was skipped
             return None
         signatures = None if self._signatures is None else _on_cpu(self._over_ranks(self._signatures))

@@ -88,11 +88,11 @@ class InActor:
     """The gap is measured by age of tokens, too."""
 
     def evaluates_proximal(self, step: int) -> bool:
-        """Where the proximal policy is interpolated, in every 50th step, to compare."""
+        """True where the proximal policy is interpolated, in every 50th step, for a comparison."""
         return self.config.proximal == "interpolate" and step % _STEPS_BETWEEN_COMPARISONS == 0
 
     def old_log_probs(self, rollouts: RolloutBatch, evaluations: PolicyEvaluations) -> Tensor:
-        """Those of the rollout policy, in every step."""
+        """The log-probs of the rollout policy, in every step."""
         del evaluations
         return rollouts.rollout_log_probs
 

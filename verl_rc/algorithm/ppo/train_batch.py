@@ -34,7 +34,7 @@ class StepInputs:
 
     @property
     def measured(self) -> Measured | None:
-        """What the correction measured. None where the actor corrects."""
+        """The statistics of the correction. None where the actor corrects."""
         if self.correction is None:
             return None
         return Measured(self.correction.statistics, before_update=self.correction.statistics)
@@ -117,7 +117,8 @@ def build_train_batch(
 def _weights_for_baseline(
     rollouts: RolloutBatch, old_log_probs: Tensor, algorithm: AlgorithmConfig, mode: Mode
 ) -> Tensor | None:
-    """Importance weights ``[B, R]`` for baselines that read them; None for others, and without weights.
+    """Importance weights ``[B, R]`` for a baseline that reads them. None for other baselines, and where
+    correction has no weights.
 
     Weights do not depend on advantages, so that they can be computed first. Rejection rules that do get
     advantages of 0, and their result is not used.

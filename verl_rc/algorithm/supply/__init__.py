@@ -1,1 +1,1 @@
-"""Which groups are admitted, trained on and booked: pure."""
+"""Admission, order of training and bookkeeping of groups: pure."""

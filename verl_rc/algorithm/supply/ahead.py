@@ -18,7 +18,7 @@ Row = tuple[str, str]
 
 
 def rule_of_ages(config: RunConfig) -> Iterator[Row]:
-    """How old samples may be, in which order they are trained on, and how many are held; names and
+    """The ages of samples, the order in which they are trained on, and how many are held, as names and
     meanings."""
     options = config.async_training
     rollout = config.actor_rollout_ref.rollout
@@ -140,7 +140,7 @@ def _rounded(frequency: int, options: AsyncTrainingConfig) -> str:
 
 
 def prediction(measured: MeasuredStep, options: AsyncTrainingConfig) -> Iterator[str]:
-    """What a step takes, and what another bound would change; in sentences."""
+    """Sentences on the time of a step, and on how another bound would change it."""
     fastest, slowest = measured.fastest(options), measured.slowest(options)
     seconds = f"{fastest:.3g} s" if math.isclose(fastest, slowest) else f"{fastest:.3g} to {slowest:.3g} s"
     yield (
@@ -169,8 +169,8 @@ def prediction(measured: MeasuredStep, options: AsyncTrainingConfig) -> Iterator
 
 
 def advice(waits: WaitTotals, options: AsyncTrainingConfig) -> str:
-    """How long the trainer waited, and the smallest bound that would have kept it busy; ``waits.steps`` must
-    be > 0."""
+    """A sentence on how long the trainer waited, and on the smallest bound with which it would not have;
+    ``waits.steps`` must be > 0."""
     share = waits.waited / waits.total
     bound = f"staleness_threshold={options.staleness_threshold:g}"
     summary = f"the trainer waited for samples {share:.0%} of the time with {bound}"

@@ -58,7 +58,7 @@ class BookedGroup(Protocol):
 
     @property
     def is_accepted(self) -> bool:
-        """Whether it is whole, scored and to be trained on."""
+        """Whether the group is whole, scored and to be trained on."""
 
     @property
     def num_sampled(self) -> int:
@@ -74,7 +74,7 @@ class AdmissionError(RuntimeError):
 
 @dataclass(frozen=True)
 class AdmissionRule:
-    """How far generation may be ahead."""
+    """The bound on how far generation may be ahead of training."""
 
     batch: int
     """B: groups that a step trains on."""

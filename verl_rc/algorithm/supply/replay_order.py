@@ -44,7 +44,7 @@ class NextBatch:
 
 
 def next_batch(groups: Iterable[BookedGroup], step: int, rule: ReplayRule) -> NextBatch:
-    """What ``step`` (1 is the first) trains on, with these ``groups`` open.
+    """The groups that ``step`` (1 is the first) trains on when these ``groups`` are open.
 
     A token of version v is (``step`` - 1) - v steps old when ``step`` trains on it.
     """

@@ -1,5 +1,4 @@
-"""How long an asynchronous step takes, and how large a staleness bound is of use; from seconds that were
-measured."""
+"""The time of an asynchronous step, and the largest staleness bound that is of use, from measured seconds."""
 
 import math
 from dataclasses import dataclass
@@ -77,7 +76,7 @@ class WaitTotals:
         return (self.total - self.waited) / self.steps
 
     def smallest_useful_staleness(self, options: AsyncTrainingConfig) -> int:
-        """The smallest whole k that would have kept the trainer busy; ``steps`` must be > 0."""
+        """The smallest whole k with which the trainer would not have waited; ``steps`` must be > 0."""
         return _smallest_staleness(self.longest_group, self.step_without_waiting, options)
 
 
