@@ -31,7 +31,7 @@ class CorrectionResult:
     rejected_rows: Tensor
     """bool ``[B]``: sequences with response tokens, all of them rejected."""
     statistics: CorrectionStatistics
-    """What was measured, before rejection."""
+    """The statistics, measured before rejection."""
     config: RolloutCorrectionConfig
 
     def metrics(self) -> dict[str, float]:

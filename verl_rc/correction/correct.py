@@ -42,7 +42,7 @@ class Rejection:
     has_kept: Tensor
     """bool ``[b]``: sequences with a response token that is kept."""
     statistics: Mapping[str, Tensor]
-    """What the rules bound, by their name: ``[b, t]``, or ``[b, 1]`` of whole sequences."""
+    """The statistics that the rules bound, by rule: ``[b, t]``, or ``[b, 1]`` of whole sequences."""
     below_veto: Tensor | None
     """bool ``[b, t]``: valid tokens below ``rollout_token_veto_threshold``."""
     opsm: Tensor | None

@@ -67,8 +67,7 @@ def signature_sums(ratio: LogRatio, context: SequenceContext) -> Signatures[Tens
 
 
 def _sampled(values: Tensor) -> Tensor:
-    """``[B, k]``: of ``[B, T]`` the positions that are looked at, each in the middle of those that it stands
-    for."""
+    """The chosen positions ``[B, k]`` of ``[B, T]``, each in the middle of those that it stands for."""
     edges = BOUNDS.position_edges
     parts = zip((0, *edges), (*edges, None), STRIDES, strict=True)
     return torch.cat([values[:, low + stride // 2 : high : stride] for low, high, stride in parts], dim=1)
@@ -94,7 +93,7 @@ def _added(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _head_sums(ratio: LogRatio) -> tuple[tuple[Mean[Tensor], ...], Mean[Tensor]]:
-    """What the first positions of all sequences ``[b]`` say of shifted and of rounded log-probs."""
+    """Evidence of shifted and of rounded log-probs in the first positions of all sequences ``[b]``."""
     train, rollout, valid = (one[:, : BOUNDS.head] for one in (ratio.train, ratio.rollout, ratio.valid))
     farthest = max(BOUNDS.lags)
     # [b, t, k]: for every position those around it, with padding beyond both ends that counts as no tokens.

@@ -1,5 +1,5 @@
-"""What is measured of some sequences: masked sums over ``[B, T]`` that merge over parts, micro-batches and
-ranks without loss."""
+"""Statistics of some sequences: masked sums over ``[B, T]`` that merge over parts, micro-batches and ranks
+without loss."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ class CorrectionStatistics:
     """
 
     sums: Tensor
-    """float64: what adds up of ``Totals``, in the order of its fields; then, if any, the histograms of
+    """float64: the sums of ``Totals``, in the order of its fields; then, if any, the histograms of
     ``Numbers``."""
     maxima: Tensor
     """float64: the extremes of ``Totals``."""
@@ -216,7 +216,7 @@ def row_weights(ratio: LogRatio, weights: Weights) -> dict[str, Tensor]:
 
 
 def _gap(ratio: LogRatio) -> dict[str, Mean[Tensor]]:
-    """How far the policies are apart, before any weight or rule."""
+    """The distance of the policies, before any weight or rule."""
     valid, rows = ratio.valid, ratio.lengths > 0
     train, difference = ratio.sequence_means(ratio.train), -ratio.sequence_means(ratio.values)
     rollout = train + difference
@@ -358,7 +358,7 @@ def _measure_groups(
 
 
 def _buckets(numbers: Tensor, count: int) -> Iterator[Tensor]:
-    """For each of ``count`` buckets bool ``[b, t]``; the last takes all above."""
+    """One mask, bool ``[b, t]``, for each of ``count`` buckets; the last takes all above."""
     numbers = numbers.clamp(0, count - 1)
     return (numbers == bucket for bucket in range(count))
 

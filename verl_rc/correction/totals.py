@@ -1,5 +1,5 @@
-"""What adds up over sequences, micro-batches and ranks: records of one kind of number, a tensor or, on the
-host, a float."""
+"""Sums over sequences, micro-batches and ranks, as records of one kind of number: a tensor or, on the host, a
+float."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WeightSums(Generic[T]):
-    """Weights ``w`` of tokens, sequences or prompts: ``excess`` of ``w - 1``, the others of ``w``."""
+    """Sums of the weights ``w`` of tokens, sequences or prompts: ``excess`` of ``w - 1``, the others of
+    ``w``."""
 
     # Near 1, where most weights are, sums of w round their spread away; near 0, where a band puts weights,
     # sums of w - 1 do.
@@ -23,7 +24,7 @@ class WeightSums(Generic[T]):
 
     @property
     def mean(self: "WeightSums[float]") -> float:
-        """0 when there are none."""
+        """The mean of the weights; 0 without any."""
         return 1.0 + self.excess.value if self.excess.count else 0.0
 
     @property
@@ -68,20 +69,21 @@ class Totals(Generic[T]):
     splits: dict[str, Mean[T]] = field(default_factory=dict)
     """Metrics of some group of sequences or tokens, left out where nothing is in it."""
     unreported: dict[str, Mean[T]] = field(default_factory=dict)
-    """Means that are no metrics by themselves: ``distance`` of ``|l|``; ``kept_tokens`` of response tokens,
-    and ``kept_rows`` of sequences with some, those with a kept token."""
+    """Means that are no metrics by themselves: ``distance``, of ``|l|``; ``kept_tokens``, the share of
+    response tokens that are kept; ``kept_rows``, the share of sequences with response tokens that have a kept
+    one."""
     extremes: dict[str, Extremes[T]] = field(default_factory=dict)
-    """``distance`` (that of ``l`` from 0), ``log_ppl_diff``."""
+    """Extremes of ``distance`` (that of ``l`` from 0) and of ``log_ppl_diff``."""
     weights: dict[str, WeightSums[T]] = field(default_factory=dict)
     """Importance weights before normalisation, applied or raw, by level (``applied_token``, …,
     ``raw_prompt``). Raw ones, before the threshold: with full diagnostics, and where all tokens of a sequence
     share one weight."""
     rules: dict[str, RuleTotals[T]] = field(default_factory=dict)
     ratios: Moments[T] | None = None
-    """``rho - 1``, for the test for misalignment. None without full diagnostics, and after the step's first
-    update, where the trainer no longer has the weights that should agree."""
+    """Moments of ``rho - 1``, for the test for misalignment. None without full diagnostics, and after the
+    step's first update, where the trainer no longer has the weights that should agree."""
     signatures: Signatures[T] | None = None
-    """None where ``ratios`` is."""
+    """Sums for the signatures. None where ``ratios`` is."""
 
 
 def map_numbers(convert: Callable[..., Any], record: Any, is_extreme: bool = False) -> Any:
