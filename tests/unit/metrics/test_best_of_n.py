@@ -10,7 +10,7 @@ import pytest
 
 from verl_rc.metrics.best_of_n import (
     LARGEST_ENUMERATED_VOTE,
-    Moments,
+    MeanAndStd,
     ValidationSample,
     best_of,
     draw_sizes,
@@ -166,4 +166,4 @@ def test_the_order_of_samples_does_not_matter():
 
 
 def test_moments_are_named():
-    assert best_of([2.0], 4) == Moments(mean=2.0, std=0.0)
+    assert best_of([2.0], 4) == MeanAndStd(mean=2.0, std=0.0)

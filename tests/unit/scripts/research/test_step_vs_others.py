@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from research.bench import step_vs_others
-from research.bench.step_vs_others import EDITS, Measured, accuracies, edit, memory_of
+from research.bench.step_vs_others import EDITS, StepTiming, accuracies, edit, memory_of
 
 
 def stand_in(folder: Path) -> Path:
@@ -57,6 +57,6 @@ def test_the_memory_of_a_run_is_that_of_its_processes(tmp_path: Path) -> None:
 def test_accuracies_and_values_are_read_from_the_steps() -> None:
     steps = [{"step": step, "timing_s/step": float(step)} for step in range(5)]
     steps[4]["val-core/digits/acc/mean@1"] = 0.5
-    run = Measured(10.0, 1.0, 8, steps)
+    run = StepTiming(10.0, 1.0, 8, steps)
     assert accuracies(run) == {4: 0.5}
     assert step_vs_others.values_of([run], "timing_s/step") == [3.0, 4.0]  # two steps warm up
