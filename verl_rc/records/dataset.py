@@ -225,7 +225,7 @@ class PromptRow:
     agent_name: str | None = None
     """Name of its environment. None means that of the run, if there is one."""
     opening: Opening | None = None
-    """What its environment opens with, encoded in ``prompt_token_ids``. None means ``messages``."""
+    """The opening of the environment, which ``prompt_token_ids`` encode. None means ``messages``."""
 
     @property
     def prompt(self) -> Sequence[Message]:
@@ -244,8 +244,8 @@ class PromptRow:
 
 
 def select_rows(num_rows: int, max_samples: int, seed: int | None) -> Sequence[int]:
-    """At most ``max_samples`` (-1: all) of ``num_rows`` row numbers, ascending: a random sample with
-    ``seed``, the first ones when it is None."""
+    """At most ``max_samples`` (-1: all) of ``num_rows`` row numbers, ascending: a random sample if there is a
+    ``seed``, else the first ones."""
     if not 0 <= max_samples < num_rows:
         return range(num_rows)
     if seed is None:

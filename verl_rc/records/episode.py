@@ -26,7 +26,7 @@ class BadReplyError(ValueError):
 
 @dataclass(frozen=True)
 class Opening:
-    """What an episode begins with, before the policy's first turn."""
+    """The state in which an episode begins, before the policy's first turn."""
 
     messages: Sequence[Message]
     """The prompt."""
@@ -44,9 +44,10 @@ class Turn:
     """One turn of the policy."""
 
     number: int
-    """From 0."""
+    """Number of the turn, from 0."""
     text: str
-    """With special tokens, without the stop token at its end. To be read: it is never encoded again."""
+    """The decoded turn with special tokens, without the stop token at its end. To be read: it is never
+    encoded again."""
     token_ids: tuple[int, ...]
     """The sampled tokens."""
     stopped: bool
@@ -59,7 +60,7 @@ class Reply:
     """The answer of an environment to a turn."""
 
     messages: Sequence[Message] = ()
-    """What the policy reads before its next turn; none where the episode is done."""
+    """Messages that the policy reads before its next turn; none where the episode is done."""
     reward: float = 0.0
     """Reward of this turn."""
     done: bool = False
@@ -77,8 +78,8 @@ class Reply:
     asked_again: int = field(default=0, compare=False)
     """Calls that were made once more for it, because one failed."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
-    """For the reward function, which finds it in its ``extra_info``: plain values by name. Of several replies
-    with one name the last counts."""
+    """Plain values by name, which the reward function finds in its ``extra_info``. Of several replies with
+    one name the last counts."""
 
     def __post_init__(self) -> None:
         """Copy everything into plain values, which checkpoints hold. Raise ``BadReplyError`` naming what is
@@ -159,7 +160,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Episode:
-    """What opens an episode in any process: it comes with every turn."""
+    """An episode as any process can open it again: it comes with every turn."""
 
     key: EpisodeKey
     row: Mapping[str, Any]
@@ -168,8 +169,9 @@ class Episode:
     seed: int
     """Seed of the environment's random numbers, the same for all samples of a group."""
     opening: Opening | None = None
-    """What its prompt was made of, with which it must open here too. None means the row's prompt."""
+    """The opening that its prompt was made of, which must be the same in every process. None means the row's
+    prompt."""
     state: bytes | None = None
     """The result of ``Environment.state`` after the last reply."""
     history: Sequence[Exchange] | None = None
-    """The turns so far. None means not sent."""
+    """The turns so far. None means that they were not sent."""

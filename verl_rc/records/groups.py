@@ -103,11 +103,11 @@ class Group:
     scores: Scores | None = None
     """Scores of its samples. None until all have ended and are scored."""
     is_accepted: bool = False
-    """Whether it is whole, scored and to be trained on."""
+    """Whether the group is whole, scored and to be trained on."""
     attempt: int = 0
     """Number of restarts after a sample had failed: part of the seeds of its samples."""
     submitted_at: float | None = None
-    """When this process submitted its requests, ``time.monotonic`` seconds. None before that."""
+    """Time at which this process submitted its requests, ``time.monotonic`` seconds. None before that."""
 
     @property
     def is_whole(self) -> bool:

@@ -1,4 +1,4 @@
-"""How much a parquet file unfolds to, asked before it is read.
+"""The unpacked size of a parquet file, computed before it is read.
 
 A page says in five bytes that a value comes a billion times, and the file's footer need not say the same as
 its pages. So the headers of all pages are read, which are records of Thrift's compact protocol.
@@ -24,7 +24,7 @@ class UnreadableSizesError(ValueError):
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the pages of a file hold."""
+    """Sizes of the pages of a file."""
 
     values: int
     """Values of all columns; an empty list counts as one."""

@@ -58,7 +58,7 @@ class Answer:
     token_ids: Tensor
     """int32 ``[T]``, at least one."""
     restarts: bool = False
-    """They begin another conversation: the next turn does not see the tokens before them."""
+    """Whether these tokens begin another conversation: the next turn does not see the tokens before them."""
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` naming what does not fit."""

@@ -113,7 +113,8 @@ def _without_padding(values: Column, rows: Sequence[int], lengths: Column, symbo
 
 
 def _real(symbols: str, width: int, length: int) -> slice:
-    """Where the tokens of a row lie. A mask of all rows as index would need 8 bytes for each value."""
+    """The slice that holds the tokens of a row. A mask of all rows as index would need 8 bytes for each
+    value."""
     return (
         slice(width - length, width) if symbols == "BP" else slice(length)
     )  # a prompt is padded on its left

@@ -1,4 +1,4 @@
-"""What would belong to the prompt and is not read: entries of rows, arguments of the chat template."""
+"""Checks for parts of a prompt that are not read: entries of rows, arguments of the chat template."""
 
 import re
 from collections.abc import Collection, Mapping

@@ -14,7 +14,8 @@ import numpy.typing as npt
 FOLDER = "tokens"
 """Below the run's folder."""
 PIECES = "pieces.jsonl"
-"""Beside the records: the text of every token id, so that no tokenizer is needed to read them."""
+"""The file beside the records with the text of every token id, so that no tokenizer is needed to read
+them."""
 VERSION = 1
 """Increased when fields change their meaning; files of another version are not read."""
 VERSION_FACT = "token_record"
@@ -36,7 +37,7 @@ class Field:
     """numpy's name of the type that is read; ``str`` for text."""
     meaning: str
     is_of_tokens: bool = True
-    """Whether it has one value a response token; else one a row."""
+    """Whether the column has one value a response token; else it has one a row."""
     stored: str = ""
     """Type in this project's own parquet files, where it is a narrower one."""
 
@@ -116,7 +117,7 @@ class TokenRecord:
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
     def span(self, index: int) -> slice:
-        """Where the tokens of a row lie in ``tokens``."""
+        """The slice of ``tokens`` that holds a row."""
         start = int(self.starts[index])
         return slice(start, start + int(self.lengths[index]))
 
