@@ -1,4 +1,5 @@
-"""What a run reports: records, their reduction, the catalogue of names, and sinks to show and store them."""
+"""The metrics of a run: records, their reduction, the catalogue of names, and sinks to show and store
+them."""
 
 from verl_rc.metrics.catalog import MetricSpec, check_names, describe
 from verl_rc.metrics.mergeable import Mean

@@ -26,7 +26,7 @@ class ValidationSample:
     """One sample of a validation prompt, scored."""
 
     prompt: Hashable
-    """Which prompt it answers; samples of one prompt need not be adjacent."""
+    """The prompt that it answers; samples of one prompt need not be adjacent."""
     value: float
     """Finite."""
     answer: str | None = None

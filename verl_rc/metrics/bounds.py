@@ -21,7 +21,7 @@ class SignatureBounds:
     """A single row is shifted if a shift brings its mean distance below this share of that without a shift.
     """
     shifted_rows: float = 0.01
-    """Up to this share of the rows, shifted rows are chance: beside old weights, 1 of 5,715 rows was one."""
+    """Share of the rows up to which shifted rows are chance: beside old weights, 1 of 5,715 rows was one."""
     chance: float = 1e-6
     """Equal samples in a step are a fault if chance makes them with at most this probability."""
     head: int = 8
@@ -51,11 +51,11 @@ class SignatureBounds:
     """Share of itself by which the slope of a temperature may change over a run. Between flat and nearly
     certain policies, that of half the trainer's temperature changed by 0.12, that of 0.7 times by 0.04."""
     bend: float = 0.02
-    """If the bend of the gap over log-probs explains this share of the squared gap, no temperature makes the
+    """Share of the squared gap: if the bend of the gap over log-probs explains it, no temperature makes the
     gap. With half the trainer's temperature it explained 0.006, with 0.7 or 2 times 0.0001."""
     prefix_spread: float = 0.5
-    """Up to this the gap counts as the same for all tokens behind a prefix. In planted runs noise had 0.87 to
-    1.14, top-p 0.95 beside noise of bfloat16 0.22 to 0.31."""
+    """Spread up to which the gap counts as the same for all tokens behind a prefix. In planted runs noise had
+    0.87 to 1.14, top-p 0.95 beside noise of bfloat16 0.22 to 0.31."""
     fewest_shared: int = 64
     """Degrees of freedom (tokens behind shared prefixes − prefixes) that a temperature is read from at least.
     """
@@ -65,8 +65,8 @@ class SignatureBounds:
     """Share of the squared gap above which these tokens make it; rounding alone reaches 0.6 in the first
     steps."""
     few_tokens: float = 0.98
-    """That share from which on few tokens alone make the gap. Rounding reached 0.94 in two steps in a row,
-    where a policy was certain of most tokens."""
+    """Share from which on few tokens alone make the gap. Rounding reached 0.94 in two steps in a row, where a
+    policy was certain of most tokens."""
     floor_steps: int = 2
     """First steps of a run whose mean logit noise is its floor."""
     above_floor: float = 2.0

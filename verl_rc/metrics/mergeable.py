@@ -76,7 +76,7 @@ class Quotient(Generic[T]):
 
     @property
     def value(self: "Quotient[float]") -> float:
-        """0 when there is nothing to divide by."""
+        """The quotient; 0 when there is nothing to divide by."""
         return self.a / self.b if self.b else 0.0
 
     @property

@@ -10,10 +10,10 @@ from verl_rc.metrics.mergeable import Mean
 
 
 class Reduction(str, Enum):
-    """How the records of one name are reduced to one number."""
+    """The rule that reduces the records of one name to one number."""
 
     MEAN = "mean"
-    """Of ``Mean`` records, or of numbers that count once each."""
+    """The mean of ``Mean`` records, or of numbers that count once each."""
     SUM = "sum"
     MIN = "min"
     MAX = "max"

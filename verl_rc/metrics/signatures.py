@@ -21,7 +21,8 @@ from verl_rc.metrics.mergeable import Mean, Quotient
 T = TypeVar("T")
 
 STRIDES = (1, 8, 64)
-"""By bucket of positions, the distance of those that are looked at: 46 of the first 256, 106 of 4,096."""
+"""The distance between the positions that are looked at, by bucket of positions: 46 of the first 256, 106 of
+4,096."""
 SMALLEST_GRADIENTS = 1e-5
 """Below this, a sum of g is rounding error: g is 0 for certain tokens."""
 _LARGEST_FIRST = sorted(range(NUM_BINS), key=lambda index: abs(bin_value(index)), reverse=True)
@@ -29,7 +30,7 @@ _LARGEST_FIRST = sorted(range(NUM_BINS), key=lambda index: abs(bin_value(index))
 
 @dataclass(frozen=True)
 class Signatures(Generic[T]):
-    """What causes of a gap leave in all tokens; see above for the symbols."""
+    """Sums over all tokens in which the causes of a gap show; see above for the symbols."""
 
     missing: Quotient[T]
     """``1 - rho``, by tokens."""
@@ -40,9 +41,9 @@ class Signatures(Generic[T]):
     temperature: Quotient[T] | None
     """``l u`` by ``u^2``; None where entropies are unknown."""
     surprisal: Mean[T] | None
-    """``-u``, by tokens; None likewise."""
+    """``-u``, by tokens. None where entropies are unknown."""
     deviations: tuple[T, ...] | None
-    """``u^2``, by position in the response; None likewise."""
+    """``u^2``, by position in the response. None where entropies are unknown."""
     varentropies: tuple[T, ...] | None
     """``V``, by position in the response; None where it is unknown."""
     engines: tuple[Quotient[T], ...]
@@ -104,8 +105,8 @@ def _engine_metrics(engines: Sequence[Quotient[float]]) -> dict[str, float]:
 def _surprisal_bound(
     varentropies: Sequence[float], deviations: Sequence[float], tokens: float, log_ratios: Sequence[float]
 ) -> float:
-    """How far the mean of u can be from 0 for tokens drawn from the reported mu: what mu makes, and what
-    chance does.
+    """The largest distance of the mean of u from 0 for tokens drawn from the reported mu: by mu itself, and
+    by chance.
 
     ``varentropies`` and ``deviations``: sums of V and of u^2, by position; chance is judged by the larger
     one. Where the trainer is certain of most tokens, a step may draw none of the unlikely ones, and u^2 is

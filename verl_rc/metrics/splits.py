@@ -1,4 +1,4 @@
-"""What metrics tell apart, as parts of their names: stages of a step, accounts of the ledger; percentiles,
+"""Parts of a batch that metrics tell apart by name: stages of a step, accounts of the ledger; percentiles,
 ages, turns, signs and answers of tokens."""
 
 PERCENTS = (1, 5, 25, 50, 75, 95, 99)
@@ -26,7 +26,7 @@ STAGES = {
     "dump_rollout_generations": "write rollouts to disk",
     "token_records": "write token records to disk",
 }
-"""What each stage of a step does, by name."""
+"""The work of each stage of a step, by name."""
 
 TOKEN_ACCOUNTS = {
     "trained": "in the loss of an update that was taken, in the first epoch",

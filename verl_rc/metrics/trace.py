@@ -19,10 +19,10 @@ TRACE_FILE = "trace.json"
 
 @dataclass
 class _TracedProcess:
-    """What is known of a process that has spans."""
+    """The known facts of a process that has spans."""
 
     number: int
-    """Its ``pid`` in the file, the same in all lives of a run."""
+    """The ``pid`` in the file, the same in all lives of a run."""
     ends: list[float] = field(default_factory=list)
     """End of the last span in each row. Perfetto shows spans of one row only where they do not overlap."""
     lower: float = -math.inf
@@ -55,8 +55,8 @@ class Trace:
 
     @contextmanager
     def writing(self, path: Path | None) -> Iterator[None]:
-        """Context in which spans are appended to ``path``, behind those of the run's earlier lives; None:
-        nothing is written."""
+        """Context in which spans are appended to ``path``, behind those of the run's earlier lives. Without a
+        path nothing is written."""
         if path is None:
             yield
             return

@@ -1,5 +1,5 @@
-"""What was sampled: how the batch was put together, where every token went, how old samples are, how good
-held-out ones are."""
+"""Metrics of the samples: how the batch was put together, where every token went, ages, and the quality of
+held-out ones."""
 
 from verl_rc.metrics.catalog.spec import MetricSpec, spread
 from verl_rc.metrics.splits import PROMPT_ACCOUNTS, TOKEN_ACCOUNTS

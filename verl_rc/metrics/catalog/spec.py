@@ -19,7 +19,7 @@ from verl_rc.metrics.splits import (
 )
 
 Bounds = tuple[float | None, float | None]
-"""Lower and upper bound; None: unbounded on that side."""
+"""Lower and upper bound. None means unbounded on that side."""
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _PLACEHOLDER_VALUES = {
@@ -50,7 +50,7 @@ _PLACEHOLDER_VALUES = {
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """What a metric means."""
+    """The meaning of a metric."""
 
     name: str
     """The full name, or a pattern: ``{data_source}`` stands for any text, ``{n}`` for a number, others for
@@ -58,7 +58,7 @@ class MetricSpec:
     unit: str
     """``nats``, ``tokens``, ``s``, …; ``1`` for ratios, fractions and counts without a unit of their own."""
     formula: str
-    """How it is computed, in one line."""
+    """The formula, in one line."""
     healthy: Bounds | None = None
     """Range in a run that goes well; None when no general statement is possible."""
 

@@ -1,4 +1,4 @@
-"""What a sink is, and the two sinks without dependencies: the console, and JSON lines in the run's
+"""The protocol of a sink, and the two sinks without dependencies: the console, and JSON lines in the run's
 folder."""
 
 import json
@@ -25,7 +25,7 @@ Cell = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class AlertCause:
-    """What an alert is about, where a cause is known."""
+    """The cause that an alert names, where one is known."""
 
     name: str
     since_step: int
@@ -54,7 +54,7 @@ class MetricSink:
 
 @dataclass(frozen=True)
 class FinalReport:
-    """What a report says of a run that has ended."""
+    """The last report on a run that has ended."""
 
     verdict: str
     code: str

@@ -85,7 +85,7 @@ class WandbSink(ExperimentSink):
         config: Mapping[str, Any],
         resume_id: str | None = None,
     ) -> None:
-        """``resume_id``: the ``run_id`` of the run that is continued; None starts a new one."""
+        """``resume_id``: the ``run_id`` of the run that is continued. None starts a new run."""
         run_dir.mkdir(parents=True, exist_ok=True)
         use_writable_folders(run_dir)
         try:
@@ -205,7 +205,8 @@ def goes_offline() -> bool:
 
 
 def _why_unreachable(url: str) -> str | None:
-    """Why no connection to a server, or to the proxy before it, can be opened; None when it can."""
+    """The reason why no connection to a server, or to the proxy before it, can be opened; None when it
+    can."""
     place = urlsplit(url)
     proxy = getproxies().get(place.scheme)
     if proxy and not proxy_bypass(place.hostname or ""):
