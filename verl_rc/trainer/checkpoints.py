@@ -69,8 +69,8 @@ def choose(config: RunConfig, run_folder: Path) -> tuple[CheckpointStore, Path |
 
 
 def _problem(folder: Path, needs_critic: bool) -> str | None:
-    """Why a checkpoint cannot be used, if it cannot. Reads all of it: a rank that loads it would not notice
-    every damage, and when it does, it is too late for another one."""
+    """The reason why a checkpoint cannot be used, or None. Reads all of it: a rank that loads it would not
+    notice every damage, and when it does, it is too late for another one."""
     with log_wait(f"the checksums of {folder}"):
         try:
             SavedRun.load(folder)

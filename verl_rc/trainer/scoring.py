@@ -172,7 +172,7 @@ def _has_function(config: RewardConfig) -> bool:
 
 
 def extra_columns(outputs: Sequence[RewardOutput]) -> dict[str, list[object]]:
-    """What outputs say beside their scores, by name; None where one has no such value."""
+    """The columns of outputs beside their scores, by name; None stands where an output lacks one."""
     names = sorted({name for output in outputs for name in output.extras})
     return {name: [output.extras.get(name) for output in outputs] for name in names}
 

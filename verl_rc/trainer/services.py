@@ -32,7 +32,7 @@ class Services:
     prompts: PromptStream
     """Training prompts, batch by batch."""
     openings: Openings | None
-    """What environments open episodes with. None means the data's prompts."""
+    """The environments' openings of episodes. None means that prompts come from the data."""
     validation_rows: list[PromptRow]
     scorer: ResponseScorer
     actor: ActorGroup

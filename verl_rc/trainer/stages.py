@@ -62,7 +62,7 @@ def evaluate(services: Services, rollouts: RolloutBatch, step: Step) -> PolicyEv
 
 
 def _frozen_policies(services: Services, rollouts: RolloutBatch, record: StepRecord) -> dict[str, Any]:
-    """What ``PolicyEvaluations`` hold of the policies that only score, by field."""
+    """The fields of ``PolicyEvaluations`` that come from policies that only score, by name."""
     config, policies = services.config, services.config.frozen_policies
     fields: dict[str, Any] = {}
     if config.needs_reference:
@@ -85,8 +85,8 @@ def _frozen_policies(services: Services, rollouts: RolloutBatch, record: StepRec
 
 
 def _proximal_policy(services: Services, rollouts: RolloutBatch, step: Step) -> dict[str, Any]:
-    """What ``PolicyEvaluations`` hold of the proximal policy, by field; nothing where the mode of correction
-    does not need it.
+    """The fields of ``PolicyEvaluations`` that come from the proximal policy, by name; none where the mode of
+    correction does not need it.
 
     Raises ``InexactError`` when they differ from the engine's in exact mode.
     """

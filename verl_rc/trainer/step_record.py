@@ -34,13 +34,13 @@ class Step:
     """A step of the loop."""
 
     number: int
-    """From 1: the version of the weights after it."""
+    """Number of the step, from 1: the version of the weights after it."""
     control: Control
     """The adaptive numbers in force."""
     mode: Mode
     """The mode of rollout correction, with the threshold in force."""
     record: "StepRecord"
-    """What is measured."""
+    """The measurements of the step."""
 
     @classmethod
     def after(cls, state: RunState, config: RunConfig) -> "Step":
@@ -113,7 +113,7 @@ class StepRecord:
             self.seconds[name] += time.perf_counter() - started
 
     def timed(self, name: str, call: Callable[P, Timed[R]], *args: P.args, **kwargs: P.kwargs) -> R:
-        """What ``call`` to workers answers, timed as stage ``name``, with the seconds that they computed."""
+        """The answer of workers to ``call``, timed as stage ``name``, with the seconds that they computed."""
         with self.stage(name):
             answer = call(*args, **kwargs)
         self.add_busy(name, answer.busy_seconds)

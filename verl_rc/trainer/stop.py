@@ -48,7 +48,7 @@ class StopRequest:
         self.accepted = False
         """Whether the run ends after this step."""
         self.reason: str | None = None
-        """Why the run itself asks to end. None if the scheduler asks."""
+        """The run's own reason to end. None if the scheduler asks."""
         self._received_sigterm = False
 
     def request(self, reason: str) -> None:

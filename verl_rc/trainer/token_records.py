@@ -82,7 +82,7 @@ class TokenRecorder:
             thin_out(self._folder, self._settings.max_megabytes << 20, MOST_FILES, _LASTING)
 
     def _reason(self, step: int) -> str | None:
-        """Why a record of the step is written. None for a step without one."""
+        """The reason why a record of the step is written. None for a step without a record."""
         settings = self._settings
         last_alert = self._services.tracker.last_alert
         if not settings.enable:

@@ -115,12 +115,12 @@ def train(services: Services, state: RunState) -> RunState:
 
 @dataclass(frozen=True)
 class Updated:
-    """What is known after the updates of a step."""
+    """The state of a step after its updates."""
 
     findings: Findings
     left_out: LeftOutUpdates
     measured: Measured | None = None
-    """What rollout correction in the actor measured. None where the driver corrects."""
+    """The measurements of rollout correction in the actor. None where the driver corrects."""
 
 
 def update(services: Services, before: Updated, inputs: StepInputs, step: Step) -> Updated:
@@ -153,7 +153,7 @@ def finish_step(services: Services, state: RunState, record: StepRecord) -> None
 
 
 def start(services: Services, state: RunState, publisher: Publisher) -> float | None:
-    """Publish the first weights; returns the accuracy of the first validation, None without one.
+    """Publish the first weights; returns the accuracy of the first validation, or None.
 
     A resumed run validates only with ``val_only``.
     """

@@ -22,16 +22,16 @@ class AssignedRequest:
     owner: Any = None
     """The group or purpose of its sample; engines do not look at it. None if its caller waits for it."""
     outcome: Sample | str | None = None
-    """Its sample, or why there is none (its environment failed). None if it has not ended."""
+    """The request's sample, or the message of its environment, which failed. None before it has ended."""
 
     @property
     def number(self) -> int:
-        """Its number, which no other request has."""
+        """The request's number, which no other request has."""
         return self.queued.number
 
     @property
     def sample(self) -> Sample:
-        """Its sample, once it has ended. Raises ``EpisodeFailedError`` when it failed."""
+        """The request's sample, once it has ended. Raises ``EpisodeFailedError`` when it failed."""
         if isinstance(self.outcome, str):
             raise EpisodeFailedError(self.outcome)
         assert self.outcome is not None

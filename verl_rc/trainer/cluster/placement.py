@@ -164,7 +164,7 @@ class _GpusPerNode:
     """GPUs of trainer ranks on each node."""
     engine_nodes: int
     engines: int
-    """GPUs of engines on each of their nodes; 0: engines share those of the ranks."""
+    """GPUs of engines on each of their nodes. 0 means that engines share those of the ranks."""
     reward_model: int
     """GPUs of the reward model, on one node."""
 

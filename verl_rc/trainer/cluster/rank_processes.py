@@ -19,7 +19,7 @@ class Rank:
     process: RemoteProcess
     role: str
     name: str
-    """In messages and traces."""
+    """The name in messages and traces."""
 
     def call(self, method: str, *arguments: Any) -> Pending:
         """Call a method of the role's worker."""

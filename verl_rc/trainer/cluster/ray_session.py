@@ -233,7 +233,7 @@ def _start_here(options: Mapping[str, Any]) -> None:
 
 
 def _remedy(error: Exception) -> str:
-    """What to do about an error of ``ray.init``."""
+    """Advice about an error of ``ray.init``."""
     if isinstance(error, OSError):
         folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
         return (

@@ -129,9 +129,9 @@ class AwaitedProcess:
     task: str
     """The call that it was asked to do."""
     last_answer: str
-    """Its last sign of life."""
+    """The process's last sign of life."""
     state: ProcessState | None
-    """Its state in the kernel. None if it has answered."""
+    """The process's state in the kernel. None if it has answered."""
 
 
 def summary(

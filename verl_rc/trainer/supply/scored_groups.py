@@ -280,7 +280,8 @@ def environment_metrics(columns: Mapping[str, Sequence[object]]) -> dict[str, fl
 
 
 def environment_call_metrics(episodes: Sequence[Replies]) -> dict[str, float]:
-    """How long episodes waited for calls of their environments, and how many were made once more."""
+    """Metrics of the time that episodes waited for calls of their environments, and of the calls that were
+    made once more."""
     if not episodes:
         return {}
     seconds = [math.fsum(reply.waited for reply in replies) for replies in episodes]

@@ -33,7 +33,7 @@ class SupplyProgress:
     def resumed(
         cls, rule: AdmissionRule, prompts: PromptStream, saved: SupplyState | None
     ) -> "SupplyProgress":
-        """Return the progress of a ``saved`` supply, or that of a new run (None).
+        """Return the progress of a ``saved`` supply, or that of a new run without one.
 
         Raises ``ConfigError`` when the data lack a prompt of the checkpoint.
         """
