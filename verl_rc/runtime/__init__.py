@@ -1,1 +1,1 @@
-"""What one process does."""
+"""The work of one process: a trainer rank, an engine, an environment's host."""

@@ -151,7 +151,7 @@ def _index(value: Any) -> MetadataIndex:
 
 
 def _place(value: Any) -> _StorageInfo:
-    """Where a chunk lies: in a file of the folder itself, as it is."""
+    """The place of a chunk, which must be a file of the folder itself, unchanged."""
     fields = _fields(value, _STORAGE + "_StorageInfo")
     name = _text(fields["relative_path"])
     if name in ("", ".", "..") or set("/\\\0") & set(name):

@@ -287,7 +287,7 @@ _ABSENT = object()
 
 
 def _differences(saved: Mapping[str, Any], config: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """How the values of ``keys`` differ, in words; not those that one of the trees lacks."""
+    """Sentences about the ``keys`` whose values differ; a key that one of the trees lacks is skipped."""
     pairs = [(key, value_at(saved, key, _ABSENT), value_at(config, key, _ABSENT)) for key in keys]
     return [words for pair in pairs if _ABSENT not in pair for words in _in_words(*pair)]
 

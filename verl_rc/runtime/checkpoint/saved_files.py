@@ -54,7 +54,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def fields_in_one_line(error: ValueError) -> str:
-    """What is wrong with each field that pydantic refuses; another error as it is."""
+    """Every field that pydantic refuses, with the reason; any other error as it is."""
     if not isinstance(error, ValidationError):
         return str(error)
     return "; ".join(

@@ -186,7 +186,7 @@ def shards_problem(folder: Path) -> str | None:
 
 
 def _read_description(folder: Path) -> Metadata:
-    """What the whole shards in ``folder`` hold. Raises ``CheckpointError``."""
+    """The description of the shards in ``folder``, once they are whole. Raises ``CheckpointError``."""
     ShardHeader.read(folder)
     with _readable(folder):
         metadata = SafeReader(folder).read_metadata()

@@ -251,7 +251,7 @@ def _differences(
     optimizer: Optimizer,
     header: ShardHeader,
 ) -> list[str]:
-    """How a folder's model and optimizer differ from those given, in words that follow "but"."""
+    """Differences between a folder's model and optimizer and those given, in words that follow "but"."""
     expected = {name for name, tensor in named.items() if not (header.frozen_left_out and is_frozen(tensor))}
     shapes = [
         f"{name} {list(saved[name].size)} instead of {list(named[name].shape)}"

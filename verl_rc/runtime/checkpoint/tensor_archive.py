@@ -52,11 +52,11 @@ class FilePart(io.RawIOBase):
         self._file, self._begin, self._size, self._at = file, begin, size, 0
 
     def readable(self) -> bool:
-        """It is."""
+        """Always true."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Always true."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
@@ -77,7 +77,8 @@ class FilePart(io.RawIOBase):
 
 
 def read_archive(file: IO[bytes]) -> Any:
-    """What ``torch.save`` wrote, as None, numbers, text, lists, tuples, dicts and tensors on the CPU.
+    """The object that ``torch.save`` wrote, as None, numbers, text, lists, tuples, dicts and tensors on the
+    CPU.
 
     Raises:
         RefusedPickleError: the file holds anything else, or is damaged.

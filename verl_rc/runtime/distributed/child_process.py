@@ -152,7 +152,7 @@ class ChildProcess:
         self.connection.close()
 
     def _exit_reason(self) -> str:
-        """How the process ended, as text, after it closed its connection."""
+        """The way in which the process ended, as text, after it closed its connection."""
         try:
             code = self._process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:

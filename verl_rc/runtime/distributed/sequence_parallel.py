@@ -36,8 +36,8 @@ class SequenceParallel:
         return F.pad(packed, padding)[self.rank * length : (self.rank + 1) * length]
 
     def local_positions(self, positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Which of the packed ``positions`` (int64 ``[K]``, below ``num_tokens``) lie in this rank's part:
-        bool ``[K]``; and the places of these in the part."""
+        """A mask, bool ``[K]``, of the packed ``positions`` (int64 ``[K]``, below ``num_tokens``) in this
+        rank's part; and their places there."""
         length = self._part_length(num_tokens)
         is_local = positions // length == self.rank
         return is_local, positions[is_local] - self.rank * length
@@ -54,7 +54,7 @@ class SequenceParallel:
         return total
 
     def heads_of_all_tokens(self, *projections: Tensor) -> list[Tensor]:
-        """For each projection, this rank's heads over all tokens ``[1, heads / size, size * n, D]``, from all
+        """This rank's heads over all tokens ``[1, heads / size, size * n, D]`` of each projection, from all
         heads over this rank's tokens ``[1, heads, n, D]``.
 
         Heads are repeated until ``size`` divides their number.

@@ -16,7 +16,8 @@ _ROLES = ("user", "tool", "system")
 
 
 def check_chat_template(config: RunConfig, tokenizer: Any = None) -> list[str]:
-    """What the chat template cannot do that the environment may ask for. Empty where samples have one turn.
+    """Abilities that the chat template lacks and the environment may ask for. Empty where samples have one
+    turn.
 
     ``tokenizer``: the policy's. None if it is loaded.
 

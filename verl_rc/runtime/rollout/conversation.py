@@ -32,7 +32,7 @@ from verl_rc.runtime.rollout.sampling import ConversationOptions, GenerationRequ
 from verl_rc.runtime.rollout.tool_environment import template_arguments
 
 MAX_ATTEMPTS = 2
-"""How often an environment is asked for an opening or a reply before its sample fails."""
+"""Requests to an environment for one opening or reply before its sample fails."""
 
 _HOST_TIMEOUT_FACTOR = 10.0
 """Time limit of a host over that of an environment's method: a host may have to replay turns."""
@@ -242,7 +242,7 @@ class OpenSamples:
     """The samples that a sampler has begun and not ended, by the step loop's keys, with their parts."""
 
     def __init__(self, conversations: Conversations | None) -> None:
-        """``conversations``: of requests with an episode. None if there are none.
+        """``conversations``: those of requests with an episode. None without such requests.
 
         The sample of a request without an episode ends with its first turn.
         """
@@ -272,7 +272,7 @@ class OpenSamples:
         return self._samples[key][1]
 
     def get(self, key: int) -> Sample | None:
-        """A sample. None if it has not begun."""
+        """The sample, or None if it has not begun."""
         return self[key] if key in self._samples else None
 
     def extended(self, key: int, parts: Sequence[Part]) -> Sample:

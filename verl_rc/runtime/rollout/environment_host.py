@@ -87,11 +87,11 @@ class _Session:
     """An episode that is open on this host."""
 
     last_turn: int
-    """Number of the last turn that was answered; -1: none."""
+    """Number of the last turn that was answered, -1 before the first."""
     last_result: StepResult | None = None
     """The result of that turn. None if another host has it."""
     environment: Environment | None = None
-    """None until the first turn on this host."""
+    """The environment. None until the first turn on this host."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     last_used: float = 0.0
     """Time of the last call, by the event loop's clock."""

@@ -15,7 +15,7 @@ class ConversationOptions:
     """Options of an engine whose samples converse with an environment or tools."""
 
     rollout: RolloutConfig
-    """Its ``environment`` or ``multi_turn`` tools answer the turns."""
+    """The section whose ``environment`` or ``multi_turn`` tools answer the turns."""
     tokenizer_path: str
     trust_remote_code: bool
     chat_template_kwargs: Mapping[str, Any]
@@ -29,7 +29,7 @@ class SamplingOptions:
     """Sampling options of all requests of one call."""
 
     temperature: float
-    """Divisor of the logits; 0: greedy."""
+    """Divisor of the logits; 0 means greedy."""
     top_p: float
     top_k: int
     """-1: all tokens."""
@@ -39,7 +39,7 @@ class SamplingOptions:
     ignore_eos: bool = False
     min_p: float = 0.0
     max_kept_tokens: int = 0
-    """Largest set of tokens, kept by the filter, that is reported with a sampled token; 0: none."""
+    """Size of the largest support that is reported with a sampled token; 0 means that none is."""
     records_experts: bool = False
     """Whether the experts of each token are reported with it."""
     head_tokens: int = 0

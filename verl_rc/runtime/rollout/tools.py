@@ -31,7 +31,7 @@ class Tool:
 
     name: str
     description: str
-    """What the function does, for the policy to read."""
+    """A description of the function, for the policy to read."""
     parameters: Mapping[str, str]
     """Name and description of each argument; all are required texts."""
     function: Callable[..., str]

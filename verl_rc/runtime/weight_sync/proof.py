@@ -129,7 +129,7 @@ class GapLimit:
     plausible: float
     """Nats; the limit until it is calibrated. See ``least_precise``."""
     fixed: float | None = None
-    """``sync_proof.gap_limit``, nats. None means calibrate."""
+    """``sync_proof.gap_limit``, nats. None means that the limit is calibrated."""
     fault_factor: float = 1.0
     """A gap above this multiple of a calibrated limit is a fault; a gap between the two is an alert."""
 

@@ -78,7 +78,7 @@ class ModelWeights:
         return gather_full_tensors([self._model.get_parameter(name) for name in names], dtype)
 
     def constant(self) -> frozenset[str]:
-        """None: every update has all parameters."""
+        """No parameter is constant: every update has all of them."""
         return frozenset()
 
     def trained(self) -> Iterator[tuple[str, Tensor]]:

@@ -21,7 +21,7 @@ class EngineRounding:
 
     dtype: torch.dtype
     quantization: str | None
-    """None or ``fp8_per_channel``."""
+    """The engine's quantization: None or ``fp8_per_channel``."""
     quantised_names: frozenset[str]
     """The quantised weights: those of linear layers, without the output layer."""
 

@@ -161,7 +161,8 @@ AttentionInterface.register(PACKED_ATTENTION, packed_sdpa)
 
 
 def attention_problem(config: Any, longest: int) -> str | None:
-    """Why a model with this ``config.json`` cannot be trained on sequences of ``longest`` tokens, or None.
+    """The reason why a model with this ``config.json`` cannot be trained on sequences of ``longest`` tokens,
+    or None.
 
     Its attention must be full and causal: no window that is shorter, no soft cap, no sinks, no other kind of
     layer.

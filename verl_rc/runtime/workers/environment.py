@@ -28,7 +28,7 @@ _NCCL = {"NCCL_CUMEM_ENABLE": "0"}
 
 LOOPBACK = "127.0.0.1"
 _ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
-"""On one node, gloo and vLLM connect over the loopback interface."""
+"""Variables that let gloo and vLLM connect over the loopback interface, on one node."""
 
 
 def trainer_environment(num_threads: int, one_node: bool) -> dict[str, str]:

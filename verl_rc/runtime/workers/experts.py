@@ -15,7 +15,7 @@ _MOST_REPLAYED = 256
 
 
 def num_experts(config: Any) -> int:
-    """Experts in each layer that has some, by a model's ``config.json``; 0: a dense model."""
+    """Experts in each layer that has some, by a model's ``config.json``; 0 in a dense model."""
     text = config.get_text_config()
     return next((count for name in _COUNTS if (count := getattr(text, name, None))), 0)
 
@@ -27,7 +27,8 @@ def idle_share(config: Any) -> float:
 
 
 def experts_problem(config: RunConfig, path: str, source: Any) -> str | None:
-    """Why a model at ``path`` with this ``config.json`` cannot be trained with its experts, or None."""
+    """The reason why a model at ``path`` with this ``config.json`` cannot be trained with its experts, or
+    None."""
     policy = config.actor_rollout_ref
     if path != policy.model.path:
         return None

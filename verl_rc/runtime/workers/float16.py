@@ -8,7 +8,7 @@ import torch
 from torch.amp import GradScaler
 
 SLOWEST_RATIO = 4.0
-"""How many times longer than in float32 a product may take in float16."""
+"""The largest time of a product in float16, as a multiple of its time in float32."""
 _SIZE = 256
 _REPETITIONS = 5
 
@@ -26,7 +26,7 @@ class LossScale(GradScaler):
 
     @property
     def value(self) -> float | None:
-        """Factor of the losses. None for no factor."""
+        """Factor of the losses, or None without one."""
         return self.get_scale() if self.is_enabled() else None
 
     def adjust(self) -> None:

@@ -57,7 +57,7 @@ def packed_inputs(
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """How a forward pass runs. Except for the temperature, results depend on it by rounding only."""
+    """Options of a forward pass. Except for the temperature, they change results by rounding only."""
 
     temperature: float = 1.0
     """Logits are divided by it, as the sampler does."""
@@ -117,7 +117,7 @@ def score_tokens(
 
 
 def _support_ids(tokens: TokenBatch, is_response: Tensor) -> Tensor | None:
-    """int64 ``[K, W]``: the support of each of K response tokens, padded with -1. None: no filter."""
+    """int64 ``[K, W]``: the support of each of K response tokens, padded with -1. None without a filter."""
     if tokens.support_counts is None:
         return None
     assert tokens.support_ids is not None
@@ -148,7 +148,7 @@ class Predictors:
     """bool ``[K]``: the response tokens that this rank predicts; with ``ranks``."""
 
     def select(self, values: Tensor) -> Tensor:
-        """Those of ``values`` ``[K, …]`` whose tokens this rank predicts."""
+        """The part of ``values`` ``[K, …]`` whose tokens this rank predicts."""
         return values if self.is_local is None else values[self.is_local]
 
     def gather(self, values: Tensor) -> Tensor:

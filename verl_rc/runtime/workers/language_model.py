@@ -125,8 +125,8 @@ def _reading_shards(mesh: DeviceMesh | None) -> Iterator[dict[str, Any]]:
 
 
 def unsupported_model(config: RunConfig, path: str, trust_remote_code: bool) -> str | None:
-    """Why the model at ``path`` cannot be trained or score as a frozen policy, by the attention and experts
-    in its ``config.json``; None when it can."""
+    """The reason why the model at ``path`` cannot be trained or score as a frozen policy, by the attention
+    and experts in its ``config.json``; None when it can."""
     policy = config.actor_rollout_ref
     trained = {
         "actor": policy.model.path,

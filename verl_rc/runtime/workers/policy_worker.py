@@ -325,7 +325,7 @@ class FrozenWorker:
     """A policy that only scores on one rank: frozen FSDP2 shards."""
 
     role: str
-    """Its name in ``RunConfig.frozen_policies``."""
+    """The policy's name in ``RunConfig.frozen_policies``."""
 
     def __init__(self, config: RunConfig, address: RankAddress, total_steps: int) -> None:
         """Join the trainer group, load the model and shard it; ``total_steps`` means nothing to a frozen

@@ -161,7 +161,7 @@ class RewardPool:
         waiting: deque[int],
         suspects: deque[int],
     ) -> list[tuple[int, Result]]:
-        """What a process has answered; it gets further samples, or is idle or replaced afterwards."""
+        """The answers of a process, which gets further samples, or is idle or replaced afterwards."""
         places = self._busy.pop(process)
         try:
             answers = _checked(process.answer(), places)

@@ -33,7 +33,7 @@ class LoadedReward:
             return
 
     def problem(self) -> str | None:
-        """Why the function cannot be loaded. None if it is loaded."""
+        """The reason why the function cannot be loaded. None if it is loaded."""
         return self._problem
 
     def is_async(self) -> bool:

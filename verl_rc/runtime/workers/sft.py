@@ -177,7 +177,7 @@ def validate(setup: SftSetup) -> Validation:
 
 
 def answer_logits(model: nn.Module, examples: Sequence[WorkedExample]) -> tuple[Tensor, Tensor, Tensor]:
-    """What ``model`` predicts for the K answer tokens of ``examples``, packed into one forward pass.
+    """Predictions of ``model`` for the K answer tokens of ``examples``, packed into one forward pass.
 
     Returns logits ``[K, V]``, the tokens themselves int64 ``[K]``, and the example each belongs to int64
     ``[K]``.

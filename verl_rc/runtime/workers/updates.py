@@ -38,6 +38,7 @@ class ActorReport(UpdateReport):
     """One rank's report on the actor's updates of a step."""
 
     loss_tokens: list[int]
-    """Tokens that entered the loss of each mini-batch, over all ranks; 0: it was skipped."""
+    """Tokens that entered the loss of each mini-batch, over all ranks; 0 where it was skipped."""
     measured: Measured | None = None
-    """What the correction of all mini-batches measured, over all ranks. None where the driver corrects."""
+    """The measurements of the correction of all mini-batches, over all ranks. None where the driver
+    corrects."""

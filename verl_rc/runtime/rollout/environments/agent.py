@@ -50,7 +50,7 @@ _LIMIT_REACHED = (
 
 @dataclass(frozen=True)
 class _Ended:
-    """How an agent has ended."""
+    """The end of an agent."""
 
     score: Any
     left_processes: int = 0

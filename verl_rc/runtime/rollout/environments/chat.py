@@ -43,7 +43,7 @@ class ChatCall:
     """A conversation whose next turn is the policy's."""
 
     messages: list[dict[str, Any]]
-    """In plain form, see ``plain_message``."""
+    """Messages in plain form, see ``plain_message``."""
     tools: list[dict[str, Any]]
 
 

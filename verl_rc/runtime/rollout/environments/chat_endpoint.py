@@ -162,7 +162,7 @@ class _BoundedServer(web.Server):
         self._idle: dict[web.RequestHandler, None] = {}
         """Connections whose request has not come yet, the oldest first."""
         self._silent: set[web.RequestHandler] = set()
-        """Those of them that have never sent one."""
+        """Connections that have never sent a request."""
         self._working: set[web.RequestHandler] = set()
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:

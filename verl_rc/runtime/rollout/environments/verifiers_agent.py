@@ -32,7 +32,7 @@ _SEAT = {"harness": {"id": _CHAT}, "runtime": {"type": "subprocess"}}
 
 
 class ChatConfig(vf.HarnessConfig):  # type: ignore[misc]
-    """It has no options of its own."""
+    """A harness without options of its own."""
 
 
 class ChatHarness(vf.Harness[ChatConfig]):  # type: ignore[misc]

@@ -62,7 +62,7 @@ class LoadedTool:
 
     name: str
     schema: Mapping[str, Any]
-    """For the chat template."""
+    """The tool's schema, for the chat template."""
     call: Call
 
 

@@ -1,4 +1,4 @@
-"""How a vLLM engine is built, from the configuration of a run."""
+"""The options that a vLLM engine is built with, from the configuration of a run."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -36,11 +36,12 @@ class VllmOptions:
     max_concurrent: int | None = None
     """Largest number of samples without priority that have begun and not ended. None means no limit."""
     conversation: ConversationOptions | None = None
-    """Environment or tools that answer turns. None means none."""
+    """Environment or tools that answer turns. None without them."""
     exact: bool = False
     """Whether the engine computes with the operations of exact mode."""
     adapter_rank: int = 0
-    """Rank of the LoRA adapter that the engine applies beside its weights; 0: adapters come merged."""
+    """Rank of the LoRA adapter that the engine applies beside its weights; 0 means that adapters come
+    merged."""
 
     @property
     def deterministic(self) -> bool:

@@ -42,7 +42,7 @@ class _VllmRequest:
     """Most likely tokens that vLLM reports beside each sampled token."""
     options: SamplingOptions
     num_unrecorded: int
-    """Positions of its context whose experts come with its first token; 0: experts are not recorded."""
+    """Positions of its context whose experts come with its first token; 0 where experts are not recorded."""
 
 
 class VllmSampler:
