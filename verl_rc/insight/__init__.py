@@ -1,1 +1,1 @@
-"""After a run, or beside it from its files: what happened, why, and what other corrections would do."""
+"""Reading a run from its files, during it or after it: what happened and why."""

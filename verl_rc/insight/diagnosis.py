@@ -1,4 +1,4 @@
-"""What makes the gap of a run, from its metrics; and which replays would say more. Needs no torch."""
+"""The causes of a run's gap, from its metrics, and the replays that would say more. Needs no torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +21,7 @@ REPLAYS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class DiagnosisRequest:
-    """What ``verl-rc diagnose`` was asked for."""
+    """The arguments of ``verl-rc diagnose``."""
 
     folder: Path
     replays: Sequence[str] = ()
@@ -41,12 +41,12 @@ class Diagnosis:
     statements: tuple[Statement, ...]
     replayed: tuple[ReplayedRecord, ...] = ()
     notes: tuple[str, ...] = ()
-    """What was not replayed or checked, and why."""
+    """Sentences on what was not replayed or checked, and why."""
     rows: tuple[CauseRow, ...] = ()
     """Rows of the table of causes that invariants and signatures name, and which of them could be checked."""
 
     def lines(self) -> Iterator[str]:
-        """For the console."""
+        """The diagnosis for the console."""
         for statement in self.statements:
             yield f"{statement.level}: {statement.cause}: {statement.text}"
             if statement.next_test:
@@ -60,7 +60,7 @@ class Diagnosis:
         yield from (f"  {note}" for note in self.notes)
 
     def as_json(self) -> dict[str, Any]:
-        """For machines."""
+        """The diagnosis for machines."""
         return {
             "statements": [statement.as_json() for statement in self.statements],
             "replayed": [record.as_json() for record in self.replayed],
@@ -79,7 +79,7 @@ def diagnose(request: DiagnosisRequest) -> Diagnosis:
 
 
 def diagnosis_of(run: RunData) -> Diagnosis:
-    """What the metrics of a run name, without the replays in its folder."""
+    """The diagnosis by the metrics of a run, without the replays in its folder."""
     notes = run.notes if run.is_own else [f"read as: {run.source}", *run.notes]
     verdict = verdict_of(replace(run, replays=()))
     unasked = [f"not asked: {sentence}" for sentence in verdict.unasked]

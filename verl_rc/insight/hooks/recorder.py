@@ -1,5 +1,5 @@
-"""What all hooks share: a check of the trainer's version, rows of its tensors, and files whose writing never
-disturbs its run."""
+"""The parts that all hooks share: a check of the trainer's version, rows of its tensors, and files whose
+writing never disturbs its run."""
 
 import atexit
 import importlib.abc

@@ -1,4 +1,4 @@
-"""Which charts a page has: metrics by question, and the lines that a run has for them."""
+"""The charts of a page: metrics by question, and the lines that a run has for them."""
 
 import fnmatch
 import math
@@ -13,7 +13,7 @@ from verl_rc.metrics.catalog import CATALOG
 
 @dataclass(frozen=True)
 class ChartSpec:
-    """What one chart shows."""
+    """The content of one chart."""
 
     title: str
     names: tuple[str, ...]
@@ -43,7 +43,7 @@ class Chart:
     unit: str
     lines: tuple[Line, ...]
     about: str
-    """What the lines are, in words."""
+    """A description of the lines."""
     stacked: bool = False
     healthy: tuple[float | None, float | None] | None = None
 

@@ -17,7 +17,7 @@ MOST_POINTS = 1_000
 
 @dataclass(frozen=True)
 class Curve:
-    """What is drawn of one line."""
+    """The drawn points of one line."""
 
     x: list[float]
     y: list[float]

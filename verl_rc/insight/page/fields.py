@@ -1,4 +1,4 @@
-"""What a run of another trainer recorded of its tokens, and what would record the rest."""
+"""The token fields that another trainer's run recorded, and how to record the rest."""
 
 from verl_rc.insight.page.text import escaped, table
 from verl_rc.insight.run_folder import RunData
@@ -17,7 +17,7 @@ _USES = {
     "finished": "log-probs or masks that are shifted by a place",
     "weight": "importance weights of the update",
 }
-"""What a field of a token record is needed for."""
+"""The use of each field of a token record."""
 
 
 def fields_panel(run: RunData) -> str:

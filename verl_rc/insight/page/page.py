@@ -38,7 +38,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class _Detail:
-    """How much of a run a page holds."""
+    """The amount of a run's data that a page holds."""
 
     points: int = MOST_POINTS
     samples: int = MOST_SAMPLES

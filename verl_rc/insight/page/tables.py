@@ -63,7 +63,7 @@ def evidence_panel(run: RunData, verdict: Verdict) -> str:
 
 
 def _replays(run: RunData) -> str:
-    """What was measured of each record that was replayed, in nats."""
+    """The measurements of each replayed record, in nats."""
     if not run.replays:
         return (
             "<p>Replays of recorded tokens tell more: <code>verl-rc diagnose RUN --replay</code></p>"

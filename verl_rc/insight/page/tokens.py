@@ -26,7 +26,7 @@ _BAR_WIDTH = 160.0
 _MOST_TURNS = 20
 _TURN_COLUMNS = {"tokens": "response_mask", "rewards": "turn_reward", "waits": "turn_wait"}
 _REMEDY_BELOW = 'what <a href="#fields">would record them</a> stands below'
-"""For other trainers, whose panel of fields names their options."""
+"""The remedy for other trainers, whose panel of fields names their options."""
 
 
 def tokens_panel(run: RunData, with_text: bool, most_tokens: int) -> tuple[str, dict[str, Any] | None]:

@@ -13,23 +13,23 @@ from verl_rc.metrics.run_files import REPORT
 
 @dataclass(frozen=True)
 class ReportRequest:
-    """What ``verl-rc report`` was asked for."""
+    """The arguments of ``verl-rc report``."""
 
     path: Path
     output: Path | None = None
-    """The page's path; None: ``report.html`` in the folder of the run, or beside the log."""
+    """The page's path. None means ``report.html`` in the folder of the run, or beside the log."""
     first_step: int = 0
     last_step: int = LARGEST_STEP
     newest_steps: int | None = None
-    """Only so many steps up to the newest."""
+    """The number of newest steps that are read. None means all."""
     with_text: bool = True
     max_megabytes: float = 8.0
-    """As ``build_page`` takes them."""
+    """The largest size of the page, see ``build_page``."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was written."""
+    """The page that was written, and what it shows."""
 
     path: Path
     run: RunData

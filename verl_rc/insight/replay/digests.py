@@ -1,4 +1,4 @@
-"""Which tensors differ between an engine's weights and a trainer's, by a digest of each.
+"""The tensors that differ between an engine's weights and a trainer's, by a digest of each.
 
 An engine writes digests of what it holds at any time, in its own process:
 ``llm.apply_model(partial(write_digests, path="engine.json"))`` with vLLM. Its fused tensors are compared with
@@ -47,7 +47,7 @@ class Comparison:
     """Tensors that the second side lacks, or has in another shape."""
 
     def lines(self) -> Iterator[str]:
-        """For the console: the first tensors that differ."""
+        """The first tensors that differ, for the console."""
         count = len(self.equal) + len(self.differing)
         yield f"{len(self.differing)} of {count} tensors differ"
         for title, names in (("differs", self.differing), ("not compared", self.unknown)):

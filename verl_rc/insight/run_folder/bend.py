@@ -17,10 +17,10 @@ from verl_rc.records.token_records.token_record import Array
 
 @dataclass(frozen=True)
 class Bend:
-    """How much the gap bends."""
+    """The bend of the gap over log-probs."""
 
     z: float
-    """Its coefficient over the standard error of that, over rows."""
+    """The coefficient of the bend, divided by its standard error over rows."""
     share: float
     """Share of the squared gap that the bend explains beside the slope."""
 

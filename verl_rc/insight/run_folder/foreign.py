@@ -30,7 +30,7 @@ RECORDINGS: Mapping[str, str] = {
     "TRL": "from verl_rc.insight.hooks.trl import record_tokens; record_tokens(trainer)",
     "verl": "VERL_RC_TOKENS=FOLDER in the environment, actor_rollout_ref.rollout.calculate_log_probs=True",
 }
-"""What makes a trainer record its tokens, word for word, by the trainer's name."""
+"""The options with which a trainer records its tokens, word for word, by the trainer's name."""
 
 _EQUAL_NAMES = {
     "mismatch/mismatch_kl": "rollout_corr/kl",  # verl, October 2025: docs/rollout_correction.md
@@ -132,7 +132,7 @@ def _from_rows(
     name_of: Callable[[str], str] = catalogue_name,
     row_is_step: bool = False,
 ) -> RunData | None:
-    """The run with the metrics of all rows by our names, and theirs beside them; None without a row.
+    """The run with the metrics of all rows under our names, and theirs beside them. None without rows.
 
     ``row_is_step``: a step that comes twice was logged twice; else a step is as many rows as calls of log.
     """

@@ -27,7 +27,8 @@ _ROWS = len(EDGES) - 1
 def read_heat_map(
     records: Iterable[tuple[int, Record]], notes: list[str], span: Container[int] = range(LARGEST_STEP + 1)
 ) -> HeatMap | None:
-    """Merge the histograms of the steps ``span`` into at most ``MOST_COLUMNS`` columns; None without any.
+    """Merge the histograms of the steps ``span`` into at most ``MOST_COLUMNS`` columns. None without
+    histograms.
 
     Each histogram has edges of its own, or those of the last one that had some. Where the run went back to an
     earlier step, the histograms from that step on count once: those of its later life.

@@ -29,11 +29,11 @@ class Broken:
     rows: tuple[int, ...]
     """Places in the batch."""
     checked: int
-    """How many rows were checked."""
+    """The number of checked rows."""
 
 
 Invariants = Mapping[str, Broken]
-"""By name."""
+"""The broken rows of each invariant, by its name."""
 
 
 def broken_invariants(record: TokenRecord) -> Invariants:

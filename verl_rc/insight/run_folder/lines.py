@@ -105,14 +105,14 @@ def as_number(value: Any) -> float | None:
 
 
 def as_step(value: object) -> int | None:
-    """The number of a step; None for another value."""
+    """The number of a step, or None if the value is none."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST_STEP:
         return None
     return int(value) if value == int(value) else None
 
 
 def reading_notes(columns: Columns) -> list[str]:
-    """What a reader has to say about the steps it found: how many, repeated ones, restarts, gaps."""
+    """Sentences on the steps that a reader found: their number, repeated ones, restarts, gaps."""
     steps = columns.steps
     notes = [f"{len(steps):,} steps were read, {steps[0]} to {steps[-1]}."] if steps else []
     if columns.repeated:

@@ -39,7 +39,7 @@ class Bar:
     """A band of 90 % over rows."""
     share_of_tokens: float
     share_of_gap: float
-    """Of the sum of squared log-ratios."""
+    """Share of the sum of squared log-ratios."""
 
 
 @dataclass(frozen=True)

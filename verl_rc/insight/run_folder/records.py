@@ -1,4 +1,4 @@
-"""What a report knows about a run: records that every reader fills and every panel reads."""
+"""Records of a run that every reader fills and every panel of the report reads."""
 
 from array import array
 from bisect import bisect_left, bisect_right
@@ -34,7 +34,7 @@ class Series:
 
     @classmethod
     def from_steps(cls, values: Mapping[int, float]) -> "Series":
-        """Of the value of each step, steps ascending."""
+        """The series of a value for each step, steps ascending."""
         return cls(list(values), list(values.values()))
 
     def __len__(self) -> int:
@@ -62,7 +62,7 @@ class _Column:
     steps: "array[int]" = field(default_factory=lambda: array("q"))
     values: "array[float]" = field(default_factory=lambda: array("d"))
     restarts: int = 0
-    """How many the log had when the column was touched last."""
+    """The number of restarts in the log when the column was touched last."""
 
 
 class Columns:
@@ -82,8 +82,8 @@ class Columns:
         """(first step of the later life, last step of the life before it)."""
         self._columns: dict[str, _Column] = {}
         self._cuts: list[tuple[int, int]] = []
-        """Of the restarts that reach farther back than all later ones: number, and first step. A column is
-        cut when it is touched: a log that goes back in every line would have all columns cut for each."""
+        """The restarts that reach farther back than all later ones, each as number and first step. A column
+        is cut when it is touched: a log that goes back in every line would have all columns cut for each."""
         for step, metrics in rows:
             self.add(step, metrics)
 
@@ -118,7 +118,7 @@ class Columns:
         column.restarts = len(self.restarts)
 
     def series(self) -> dict[str, Series]:
-        """What was collected, by name."""
+        """The collected series, by name."""
         for column in self._columns.values():
             self._cut(column)
         return {
@@ -146,7 +146,7 @@ class SavedSample:
 
     step: int
     cells: Mapping[str, Any]
-    """Cells by column; text, numbers, None."""
+    """Cells by column: text, numbers, None."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class Ending:
-    """How the run ended, from ``ending.json``."""
+    """The end of the run, from ``ending.json``."""
 
     status: int
     """The exit code."""
@@ -172,7 +172,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class ReplayedRecord:
-    """What the replays of one step's record measured."""
+    """The measurements of the replays of one step's record."""
 
     step: int
     version: int
@@ -211,14 +211,14 @@ class RunData:
     name: str
     path: Path
     source: str
-    """What was read, in words: ``verl_rc run``, ``verl's file logger``, …"""
+    """The source that was read, in words: ``verl_rc run``, ``verl's file logger``, …"""
     steps: Sequence[int] = ()
     series: Mapping[str, Series] = field(default_factory=dict)
     alerts: Sequence[Alert] = ()
     samples: Sequence[SavedSample] = ()
     heat_map: HeatMap | None = None
     tokens: TokenData | None = None
-    """Token records; None without any."""
+    """Token records, or None."""
     replays: Sequence[ReplayedRecord] = ()
     """Records that ``verl-rc diagnose --replay`` replayed."""
     plan: str | None = None
@@ -227,13 +227,13 @@ class RunData:
     total_steps: int | None = None
     """Steps that the run was to do."""
     ending: Ending | None = None
-    """How it ended; None: the run still trains, was killed, or is of another trainer."""
+    """The end of the run. None if it still trains, was killed, or is of another trainer."""
     notes: list[str] = field(default_factory=list)
-    """What was read, what was missing and what was repaired; one sentence each."""
+    """Sentences on what was read, what was missing and what was repaired."""
     trainer: str = ""
-    """Who trained, by the names of docs/token_record.md; empty: verl_rc, or not known."""
+    """The trainer, by the names of docs/token_record.md; empty for verl_rc, or where it is not known."""
     their_names: dict[str, str] = field(default_factory=dict)
-    """What the trainer calls a metric, by our name, where it is another."""
+    """The trainer's name of a metric, by our name, where they differ."""
     _finite: dict[str, Series] = field(default_factory=dict, repr=False)
 
     @property

@@ -36,7 +36,8 @@ class ComparedTokens:
 
     @classmethod
     def from_record(cls, record: TokenRecord) -> "ComparedTokens | None":
-        """None where the trainer's log-probs are not known, or no token is compared."""
+        """The compared tokens of a record. None where the trainer's log-probs are not known, or no token is
+        compared."""
         log_ratios = record.log_ratio()
         if log_ratios is None:
             return None
@@ -167,7 +168,7 @@ def noise_interval(tokens: ComparedTokens) -> dict[str, float]:
 
 
 def _lags(tokens: ComparedTokens) -> tuple[Mean[float], ...]:
-    """As in ``Signatures``."""
+    """The ``lags`` of ``Signatures``."""
     head = np.flatnonzero(tokens.is_compared & (tokens.positions < BOUNDS.head))
     rollout, last = tokens.old_log_probs - tokens.log_ratios, len(tokens.row_numbers) - 1
     means = []
@@ -185,7 +186,7 @@ def _lags(tokens: ComparedTokens) -> tuple[Mean[float], ...]:
 
 
 def _rounded(tokens: ComparedTokens) -> Mean[float]:
-    """As in ``Signatures``."""
+    """The ``rounded`` of ``Signatures``."""
     head = tokens.record.tokens["rollout_log_prob"][tokens.is_compared & (tokens.positions < BOUNDS.head)]
     head = head.astype("float32")
     nonzero = head != 0

@@ -1,4 +1,4 @@
-"""What a report knows about single tokens."""
+"""Records of single tokens, for a report."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class WorstToken:
     row: int
     position: int
     token: int | None
-    """Its id, where ids were recorded."""
+    """The token's id, where ids were recorded."""
     token_class: int | None
     """A number in ``TOKEN_CLASSES``, where it was recorded."""
     rollout_log_prob: float
@@ -44,24 +44,24 @@ class WorstToken:
 
 @dataclass(frozen=True)
 class TokenData:
-    """What a report shows of single tokens."""
+    """The single tokens that a report shows."""
 
     steps: Sequence[int]
     """Steps with a record."""
     rows: Sequence[TokenRow]
-    """Those of the newest record, then those with the largest gaps of the others."""
+    """Rows of the newest record, then those with the largest gaps of the others."""
     rows_recorded: int
     worst: Sequence[WorstToken]
-    """Over all records, those with the largest gap first."""
+    """The tokens with the largest gaps of all records, largest first."""
     profiles: Profiles | None
-    """None where nothing was compared."""
+    """Profiles of the gap. None where nothing was compared."""
     pieces: Mapping[int, str]
     """Text by token id."""
     metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """Metrics by step, then by the catalogue's name."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Of the newest record."""
+    """The facts of the newest record."""
     invariants: Mapping[int, Invariants] = field(default_factory=dict)
-    """By step."""
+    """Checks of invariants, by step."""
     bend: Bend | None = None
     """Bend of the gap over log-probs; None where the records do not tell it."""

@@ -1,4 +1,4 @@
-"""Where token records come from: files of version 1, by step, not yet read."""
+"""The files of token records, of version 1, by step, not yet read."""
 
 import math
 import os
@@ -25,7 +25,8 @@ from verl_rc.records.token_records.token_rows import parse_line, record_of_rows,
 OWN_TRAINER = "verl_rc"
 """``trainer`` in the facts of this project's own records."""
 MOST_BYTES = 512 << 20
-"""Of token files that are read; of more, every so many steps and lines are."""
+"""The most bytes of token files that are read. Of larger ones steps and lines are skipped at equal
+distances."""
 _MOST_NAMED = 3
 _NAME = re.compile(r"step_(\d{6,})(?:\.rank_\d+)?\.(?:parquet|jsonl)")
 
@@ -47,11 +48,11 @@ class TokenSource:
     pieces: Path | None = None
     """The file with the text of every token id."""
     folder: Path | None = None
-    """The folder that all files lie in; None: the user has named a file."""
+    """The folder that all files lie in. None if the user has named a file."""
 
     @classmethod
     def from_records(cls, trainer: str, records: Iterable[TokenRecord], notes: list[str]) -> "TokenSource":
-        """Of records that are already read, steps ascending."""
+        """The files of records that are already read, steps ascending."""
         by_step = {record.step: record for record in records}
         return cls(trainer, list(by_step), by_step.__getitem__, notes)
 
@@ -113,7 +114,7 @@ def _files_by_step(paths: Iterable[Path]) -> Files:
 
 
 def _rank_notes(files: Files) -> list[str]:
-    """Which steps lack the file of a rank; where files are not of ranks, none."""
+    """Notes on steps that lack the file of a rank; none where files are not of ranks."""
     ranks = {step: {path.name.partition(".rank_")[2] for path in paths} for step, paths in files.items()}
     all_ranks = set[str]().union(*ranks.values())
     lacking = [str(step) for step, ranks_of_step in ranks.items() if ranks_of_step != all_ranks]

@@ -1,4 +1,4 @@
-"""What the correction costs: effective sample size, rejection, and the length at which weights of whole rows
+"""The cost of the correction: effective sample size, rejection, and the length at which weights of whole rows
 fail."""
 
 import math
@@ -18,7 +18,7 @@ _LEVELS = {"token": "tokens", "sequence": "rows", "prefix": "prefixes", "turn": 
 
 
 def correction_statements(run: RunData) -> list[Statement]:
-    """What is wrong with weights and rejection, or one statement about their cost if nothing is."""
+    """Statements about faults of weights and rejection, or one about their cost if there is none."""
     return [*_low_ess(run), *_rejected(run)] or [_cost(run)]
 
 

@@ -37,7 +37,7 @@ class MeanEstimate:
 
 
 def mean_of(series: Series) -> MeanEstimate | None:
-    """The mean of a series of finite values; None of an empty one."""
+    """The mean of a series of finite values. None for an empty one."""
     if not len(series):
         return None
     value = math.fsum(series.values) / len(series)
@@ -75,7 +75,8 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
 
 
 _UNITS = 1 << 1074
-"""Of the smallest float in 1. Sums in it are whole numbers: what is added and taken away leaves no error."""
+"""Number of smallest floats in 1. Sums in this unit are whole numbers: what is added and taken away leaves no
+error."""
 
 
 def _in_units(value: float) -> int:
@@ -172,7 +173,7 @@ class Confirmation:
 
 
 def confirm(series: Series, condition: Callable[[float], bool]) -> Confirmation | None:
-    """Where a condition on values holds at two recorded steps in a row; None: nowhere.
+    """The steps where a condition on values holds at two recorded steps in a row. None if there are none.
 
     One step proves nothing: in a long run, a heavy tail alone reaches any bound once.
     """

@@ -439,7 +439,7 @@ def _oldest(run: RunData) -> float:
 
 @dataclass(frozen=True)
 class _RoundingNoise:
-    """What rounding makes of the logits of a run."""
+    """The noise that rounding makes in the logits of a run."""
 
     precision: str
     plausible: float
@@ -547,7 +547,7 @@ def _not_measured(run: RunData) -> Statement:
 
 
 def checked_rules(run: RunData) -> tuple[str, ...]:
-    """What the rules of this module have looked at, in words."""
+    """The subjects that the rules of this module have checked, in words."""
     names = dict.fromkeys(row.cause for row in signature_rows(run) if row.is_asked)
     return (
         "log-probs that are not finite",

@@ -1,4 +1,4 @@
-"""What the run learned: reward and validation, and the usual ways in which they go wrong."""
+"""The learning of a run: reward and validation, and the usual ways in which they go wrong."""
 
 import math
 import re
@@ -37,7 +37,7 @@ _SIZES_OF_UPDATES = {"actor/ppo_kl": "ppo_kl", "actor/pg_clipfrac": "clipped sha
 
 
 def learning_statements(run: RunData) -> list[Statement]:
-    """What went wrong, most telling first; one statement about the reward if nothing did."""
+    """Statements about what went wrong, most telling first, or one about the reward if nothing did."""
     rules: tuple[Callable[[RunData], list[Statement]], ...] = (
         _not_finite,
         _collapse,

@@ -1,4 +1,4 @@
-"""What replays of recorded tokens say, and its place among the causes that metrics name."""
+"""The findings of replays of recorded tokens, and their place among the causes that metrics name."""
 
 from collections.abc import Sequence
 from dataclasses import replace

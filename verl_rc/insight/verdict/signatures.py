@@ -45,7 +45,7 @@ class CauseRow:
     number: int
     cause: str
     needs: str
-    """Fields of a token record, in words; empty: both log-probs and the mask are enough."""
+    """Fields of a token record, in words; empty where both log-probs and the mask are enough."""
     is_asked: bool
 
 
@@ -129,7 +129,7 @@ def _by_step(run: RunData) -> list[Step]:
 
 
 def _record_fields(cause: SignatureCause) -> Iterator[str]:
-    """For each metric that the cause needs, the fields of a token record of which one suffices, in words."""
+    """The fields of a token record of which one suffices, in words, for each metric that the cause needs."""
     for name in cause.needs:
         substitute = cause.substitutes.get(name, name)
         if name in _FIELDS and substitute in _FIELDS:

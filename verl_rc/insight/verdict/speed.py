@@ -1,4 +1,4 @@
-"""What the verdict says of time: the largest stage, tokens per second, idle workers."""
+"""Statements of the verdict on time: the largest stage, tokens per second, idle workers."""
 
 import math
 

@@ -28,15 +28,15 @@ class Verdict:
 
     headline: str
     progress: str
-    """How far the run came, and how it ended."""
+    """The last step of the run, and its end."""
     statements: tuple[Statement, ...]
-    """Those of each topic, in the order learning, gap, correction, speed."""
+    """Statements of each topic, in the order learning, gap, correction, speed."""
     do_first: tuple[str, ...]
-    """At most three overrides, ready to paste."""
+    """Overrides to try first, at most three, ready to paste."""
     checked: tuple[str, ...] = ()
-    """What the rules for the gap looked at."""
+    """The subjects that the rules for the gap have checked."""
     not_visible: str = ""
-    """What no metric of the run shows."""
+    """The causes that no metric of the run shows."""
     rows: tuple[CauseRow, ...] = ()
     """Rows of the table of causes that invariants and signatures name, and which of them could be checked."""
 
