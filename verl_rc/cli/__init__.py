@@ -24,7 +24,7 @@ _INSTEAD: Mapping[tuple[str, ...], str] = {
     ("doctor", "--gpu"): "HARDWARE=1gpu bash scripts/quickstart.sh trains on one GPU for two minutes",
     ("trace",): "https://ui.perfetto.dev opens the trace.json of a run with async_training.trace=True",
 }
-"""What to use in the place of what is no subcommand or option here, though somebody may type it."""
+"""Advice for names that are no subcommand or option here, though somebody may type them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,7 +68,7 @@ def _names(given: Sequence[str], words: Sequence[str]) -> bool:
 
 
 def _install_advice(package: str) -> str:
-    """What to install where a package is missing that the bare wheel does not bring."""
+    """Advice for a missing package that the bare wheel does not bring."""
     if package == "torch":
         return "it needs torch, any version from 2.4 on, which is not installed here: pip install torch."
     return f"it needs {package}, which comes with the trainer: bash scripts/install.sh cpu (or gpu)."

@@ -48,8 +48,8 @@ def _explain(options: Options) -> None:
 
 
 def _conversations(config: "RunConfig") -> list[str]:
-    """What the chat template of a model that is here does with the run's conversations. Ends the process as a
-    run does, when it cannot hold them."""
+    """Sentences on what the chat template of a local model does with the run's conversations. Ends the
+    process as a run does, when it cannot hold them."""
     path = config.actor_rollout_ref.model.path
     if not Path(path).expanduser().is_dir():
         return ["", "Chat template", f"  not tried: {path} is no folder here; verl-rc doctor tries it"]

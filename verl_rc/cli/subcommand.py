@@ -30,7 +30,7 @@ class Subcommand:
     alternatives: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Further arguments, of which at most one may be given."""
     instead_of_further: str = ""
-    """What to do instead of giving further arguments than these."""
+    """Advice for somebody who gives further arguments than these."""
     takes_configuration: bool = False
     """Whether all other arguments are a recipe or overrides, as verl_rc.main_ppo takes them."""
 
