@@ -1,1 +1,2 @@
-"""Before a run: what it will do, whether it fits this machine, and whether the parts work."""
+"""The plan of a run before it starts: what it will do, whether it fits this machine, whether its parts
+work."""

@@ -1,4 +1,4 @@
-"""What a machine with GPUs must have before anything is installed: a driver, a C compiler, Python's headers.
+"""Requirements of a machine with GPUs before anything is installed: a driver, a C compiler, Python's headers.
 
 The standard library alone, as ``scripts/install.sh`` calls ``python -m verl_rc.plan.gpu_host`` before
 it downloads.
@@ -66,7 +66,7 @@ def check_compiler() -> Iterator[Finding]:
 
 
 def driver_version() -> str | None:
-    """The version of NVIDIA's driver, e.g. 580.65.06; None without one."""
+    """The version of NVIDIA's driver, e.g. 580.65.06. None without a driver."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
@@ -76,8 +76,8 @@ def driver_version() -> str | None:
 
 
 def _cuda_of_driver_library() -> tuple[int, int] | None:
-    """Major and minor version of CUDA that the ``libcuda`` supports which the loader finds, the driver's or
-    that of cuda-compat; None without one."""
+    """Major and minor version of CUDA that ``libcuda`` supports: the library that the loader finds, of the
+    driver or of cuda-compat. None without a library."""
     version = ctypes.c_int()
     try:
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):

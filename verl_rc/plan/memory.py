@@ -51,7 +51,7 @@ CONTEXT_MIB = 2048
 """Memory of a rank's process on its GPU, for all roles: CUDA's context and NCCL's buffers. An estimate, too.
 """
 ASLEEP_MIB = 2560
-"""What an engine keeps of its GPU while it sleeps: its context and its CUDA graphs. An estimate, too."""
+"""GPU memory that an engine holds while it sleeps: its context and its CUDA graphs. An estimate, too."""
 _FULL_UP_TO = 0.9
 """The share of a GPU that an estimate may fill: allocators leave gaps."""
 
@@ -415,11 +415,11 @@ def _at_rest(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class GradientChoice:
-    """How a role's ranks add up gradients where the configuration leaves it open."""
+    """The way in which a role's ranks add up gradients, where the configuration leaves it open."""
 
     role: str
     unsharded: bool
-    """Each rank adds up unsharded gradients; False: its shard of them."""
+    """Whether each rank adds up unsharded gradients; otherwise it adds up its shard of them."""
     update_bytes: int
     """Peak memory of a GPU in an update with unsharded gradients."""
     gpu_bytes: int

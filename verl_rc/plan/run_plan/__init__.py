@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do."""
+    """The plan of a run."""
 
     policy: PolicyPlan
     advantages: AdvantagePlan

@@ -23,7 +23,7 @@ class PolicyPlan:
     loss: str
     """Name of the policy loss that runs."""
     spec: LossSpec | None
-    """None: a loss of the user's own, which may read every field."""
+    """The record of the loss. None for a loss of the user's own, which may read every field."""
     mode: CorrectionMode
     """The mode of rollout correction."""
     applies_weights: bool
@@ -39,11 +39,11 @@ class PolicyPlan:
     regulariser_aggregation: str
     """Average of the entropy and KL terms."""
     entropy_coeff: float
-    """0: entropy is only reported."""
+    """Coefficient of the entropy; 0 means that entropy is only reported."""
     kl_loss_coef: float | None
-    """None: no KL term; 0: it is only reported."""
+    """Coefficient of the KL term. None without a KL term; 0 means that it is only reported."""
     distillation: DistillationLossConfig | None
-    """What a teacher's log-probs do. None if there is no teacher."""
+    """The loss from a teacher's log-probs. None without a teacher."""
     teacher_loss: str | None
     """Name of the policy loss on the teacher's advantages. None if the divergence itself is differentiated,
     or there is no teacher."""
@@ -95,12 +95,12 @@ def plan_policy(config: RunConfig) -> PolicyPlan:
 
 @dataclass(frozen=True)
 class AdvantagePlan:
-    """How advantages are computed."""
+    """The computation of advantages."""
 
     estimator: str
     """Name of the estimator, with aliases resolved."""
     spec: EstimatorSpec | None
-    """None: a function of the user's own, which may read every field."""
+    """The record of the estimator. None for a function of the user's own, which may read every field."""
     uses_values: bool
     """The critic's values are subtracted."""
     excludes_rejected: bool
@@ -119,7 +119,7 @@ class AdvantagePlan:
 
 
 def plan_advantages(config: RunConfig) -> AdvantagePlan:
-    """How advantages are computed under ``config``."""
+    """The computation of advantages under ``config``."""
     algorithm, spec = config.algorithm, config.algorithm.estimator
     return AdvantagePlan(
         estimator=algorithm.adv_estimator if spec is None or spec.same_as is None else spec.same_as,

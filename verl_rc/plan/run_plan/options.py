@@ -31,9 +31,9 @@ class UnusedOption:
     """A leaf, or a whole section as ``section.*``."""
     reason: str
     is_changed: bool
-    """Whether it was set to another value than its default, so that the user expects an effect."""
+    """Whether the option was set to another value than its default, so that the user expects an effect."""
     metrics_only: bool = False
-    """Whether it affects metrics."""
+    """Whether the option affects metrics alone."""
 
 
 def unused_options(

@@ -12,8 +12,8 @@ from verl_rc.records.microbatch import MicroBatchLimit
 
 @dataclass(frozen=True)
 class UpdateArithmetic:
-    """How one role cuts a train batch into optimizer steps; sizes are those of the whole mini-batch, over all
-    ranks."""
+    """The cut of a train batch into optimizer steps of one role; sizes are those of the whole mini-batch,
+    over all ranks."""
 
     mini_batch_prompts: int
     mini_batch_rows: int
@@ -36,7 +36,7 @@ class UpdateArithmetic:
 
     @property
     def optimizer_steps(self) -> int:
-        """Per training step."""
+        """Optimizer steps of a training step."""
         return self.mini_batches_per_epoch * self.epochs
 
     @property
@@ -57,7 +57,7 @@ class UpdateArithmetic:
 
 @dataclass(frozen=True)
 class BatchArithmetic:
-    """How the rows of a step become updates."""
+    """The path from the rows of a step to updates."""
 
     critic_only_steps: int
     """Steps in which the actor is not updated."""
@@ -81,7 +81,7 @@ class Phase:
 
 
 def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
-    """How actor and critic cut the rows of a step under ``config``."""
+    """The cuts that actor and critic make of the rows of a step under ``config``."""
     actor, critic, trainer = config.actor_rollout_ref.actor, config.critic, config.trainer
 
     def arithmetic(
@@ -181,5 +181,5 @@ def _phases_after_publication(config: RunConfig, sizes: BatchArithmetic) -> Iter
 
 
 def _frequency_text(frequency: int, exceptions: str) -> str:
-    """A frequency in steps and the ``exceptions`` from it in words; 0: only those."""
+    """A frequency in steps and the ``exceptions`` from it, in words; only the exceptions if it is 0."""
     return f"every {frequency} steps, and {exceptions}" if frequency > 0 else exceptions

@@ -166,7 +166,8 @@ def _packed_positions(places: list[Place], starts: Tensor) -> Tensor:
 def compare_rows(
     name: str, places: list[Place], trainer_rows: Tensor, engine_rows: Tensor
 ) -> list[ComparedOperation]:
-    """In prefill and in decoding, where there are rows of it; both ``[rows, numbers]``."""
+    """Compare an operation in prefill and in decoding, where there are rows of it; both ``[rows,
+    numbers]``."""
     decoding_rows = torch.tensor([decoding for *_, decoding in places])
     compared = []
     for decoding in (False, True):

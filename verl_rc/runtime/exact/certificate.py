@@ -175,7 +175,7 @@ def _largest_difference(operations: Sequence[ComparedOperation]) -> str:
 
 
 def _first_difference(operations: Sequence[tuple[str, ComparedOperation]]) -> str:
-    """Where the first operation that differs does so; empty where none does."""
+    """The place of the first difference of the first operation that differs; empty where none does."""
     for batch, operation in operations:
         if operation.first_difference is not None:
             sequence, position = operation.first_difference
