@@ -42,7 +42,7 @@ CORRECTIONS: dict[str, Mapping[str, object]] = {
     "bypass_centered_token_weights": {**BYPASS, "rollout_is": "token", "score_centering": CENTERED},
     "bypass_ppo_clip_centered": {"bypass_mode": True, **RULE, "score_centering": CENTERED},
     "supports": {},
-    "kept_sets_in_bypass_mode": {**BYPASS, **RULE, "rejection_denominator": "kept"},
+    "supports_in_bypass_mode": {**BYPASS, **RULE, "rejection_denominator": "kept"},
     "kl_cov": {},
     "clip_cov": {},
     "m2po": {},
@@ -169,7 +169,7 @@ def test_a_step_of_adamw_is_the_same(both: tuple[Gradients, Gradients]) -> None:
 
 
 @pytest.mark.parametrize("loss", ["kl_cov", "clip_cov", "m2po", "bapo", "supports", "centered"])
-def test_losses_that_look_at_the_mini_batch_or_at_kept_sets_are_no_other_loss(
+def test_losses_that_look_at_the_mini_batch_or_at_supports_are_no_other_loss(
     both: tuple[Gradients, Gradients], loss: str
 ) -> None:
     one, other = both[1][loss, "token-mean"], both[1]["decoupled", "token-mean"]

@@ -82,7 +82,7 @@ def test_equal_probabilities_give_no_nan() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[0, 4, 2], [0, 0, 0]])
-def test_tokens_without_a_record_of_their_kept_set_are_counted(sizes: list[int]) -> None:
+def test_tokens_without_a_record_of_their_support_are_counted(sizes: list[int]) -> None:
     rollouts = make_rollouts([1, 1, 1])
     rollouts.tokens.support_counts = rollouts.response_mask * torch.tensor(sizes)[:, None]
     metrics = batch_metrics(step_inputs(rollouts, torch.zeros(3, 7)), 5, 100)

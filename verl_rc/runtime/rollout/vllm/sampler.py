@@ -24,7 +24,7 @@ from verl_rc.runtime.rollout.vllm.options import VllmOptions
 from verl_rc.runtime.rollout.vllm.output import expert_lists, parts_of_output
 from verl_rc.runtime.rollout.vllm.process_cleanup import unlink_shared_memory
 from verl_rc.runtime.rollout.vllm.supports import supports
-from verl_rc.runtime.rollout.vllm.top_tokens import TopTokens
+from verl_rc.runtime.rollout.vllm.top_tokens import ReportedTokens
 from verl_rc.runtime.weight_sync.manifest import Manifest
 from verl_rc.runtime.weight_sync.proof import LoadReceipt
 from verl_rc.runtime.weight_sync.shared_bucket import BucketHandle
@@ -157,7 +157,9 @@ class VllmSampler:
         request, number = self._requests[key], self._open[key].number
         columns = {}
         if request.num_top_tokens:
-            top = TopTokens.from_output(output.token_ids, output.logprobs, number, request.num_top_tokens)
+            top = ReportedTokens.from_output(
+                output.token_ids, output.logprobs, number, request.num_top_tokens
+            )
             if limit := min(request.options.max_kept_tokens, self._vocabulary_size):
                 columns["support"] = supports(output.token_ids, top, number, limit, self._vocabulary_size)
             if request.options.head_tokens:

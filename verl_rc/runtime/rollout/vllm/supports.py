@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from verl_rc.records.ragged_column import RaggedColumn
-from verl_rc.runtime.rollout.vllm.top_tokens import SUM_TOLERANCE, TopTokens
+from verl_rc.runtime.rollout.vllm.top_tokens import SUM_TOLERANCE, ReportedTokens
 
 
-def supports(token_ids: Any, top: TopTokens, number: int, limit: int, vocabulary_size: int) -> RaggedColumn:
+def supports(
+    token_ids: Any, top: ReportedTokens, number: int, limit: int, vocabulary_size: int
+) -> RaggedColumn:
     """The support of each of ``token_ids``; no tokens where it is larger than ``limit``, or the sampled token
     has no finite log-prob.
 

@@ -13,7 +13,7 @@ SUM_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
-class TopTokens:
+class ReportedTokens:
     """The n most likely tokens at each of T positions, by rank."""
 
     ids: np.ndarray[Any, Any]
@@ -24,7 +24,7 @@ class TopTokens:
     """``[T]``, nats."""
 
     @classmethod
-    def from_output(cls, token_ids: Any, reported: Any, number: int, num_top_tokens: int) -> "TopTokens":
+    def from_output(cls, token_ids: Any, reported: Any, number: int, num_top_tokens: int) -> "ReportedTokens":
         """From vLLM's ``FlatLogprobs``: at each position the sampled token, then the most likely ones.
 
         Raises ``RuntimeError`` when it reports another number of tokens; ``number`` is of the sample.

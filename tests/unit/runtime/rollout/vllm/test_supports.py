@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from verl_rc.runtime.rollout.vllm.supports import supports
-from verl_rc.runtime.rollout.vllm.top_tokens import TopTokens
+from verl_rc.runtime.rollout.vllm.top_tokens import ReportedTokens
 
 NEVER = -math.inf
 Place = tuple[tuple[int, float], Sequence[tuple[int, float]]]
@@ -23,7 +23,7 @@ def flat(places: Sequence[Place]) -> Any:
 
 def sets(places: Sequence[Place], vocabulary: int = 100) -> list[list[int]]:
     words = [word for (word, _), _ in places]
-    column = supports(words, TopTokens.from_output(words, flat(places), 4, 3), 4, 3, vocabulary)
+    column = supports(words, ReportedTokens.from_output(words, flat(places), 4, 3), 4, 3, vocabulary)
     return [column[place : place + 1].values.tolist() for place in range(len(places))]
 
 
@@ -65,4 +65,4 @@ def test_a_token_outside_its_set_and_raw_log_probs_are_refused(place: Place, wor
 def test_an_engine_that_reports_no_likely_words_is_refused() -> None:
     alone = SimpleNamespace(token_ids=[7], logprobs=[-0.5])
     with pytest.raises(RuntimeError, match="must come with 3 likely ones"):
-        TopTokens.from_output([7], alone, 4, 3)
+        ReportedTokens.from_output([7], alone, 4, 3)
