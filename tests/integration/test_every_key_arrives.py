@@ -24,7 +24,7 @@ SHOWN_ELSEWHERE = {
     "ray_kwargs.ray_init.num_gpus ray_kwargs.ray_init.object_store_memory ray_kwargs.ray_init.runtime_env "
     "actor_rollout_ref.rollout.gpu_memory_utilization "
     "actor_rollout_ref.rollout.free_cache_engine actor_rollout_ref.rollout.enforce_eager "
-    "critic.optim.min_lr_ratio critic.optim.num_cycles actor_rollout_ref.rollout.max_kept_tokens",
+    "critic.optim.min_lr_ratio critic.optim.num_cycles actor_rollout_ref.rollout.max_support",
     # which nothing reads after the checks
     "tests/unit/config/test_async_checks.py": "async_training.require_batches",
     # an estimator of the user's own

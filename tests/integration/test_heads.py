@@ -31,7 +31,7 @@ def test_the_trainer_computes_what_the_engine_reports_with_and_without_a_filter(
             24,
             (),
             True,
-            max_kept_tokens=21 * filtered,
+            max_support=21 * filtered,
             head_tokens=7,
         )
         samples = small_engine.call("generate", requests, options)

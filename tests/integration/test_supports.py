@@ -17,10 +17,10 @@ from verl_rc.runtime.workers.language_model import load_causal_lm
 PROMPTS = [[3 + (7 * row + 5 * place) % 250 for place in range(12)] for row in range(16)]
 TEMPERATURE = 0.03  # of an untrained model, whose tokens are nearly equally likely
 FILTERS = {
-    "top_k": SamplingOptions(TEMPERATURE, 1.0, 5, 24, (), True, max_kept_tokens=21),
-    "top_p": SamplingOptions(TEMPERATURE, 0.9, -1, 24, (), True, max_kept_tokens=300),
-    "min_p": SamplingOptions(TEMPERATURE, 1.0, -1, 24, (), True, min_p=0.4, max_kept_tokens=300),
-    "all": SamplingOptions(TEMPERATURE, 0.95, 20, 24, (), True, min_p=0.01, max_kept_tokens=36),
+    "top_k": SamplingOptions(TEMPERATURE, 1.0, 5, 24, (), True, max_support=21),
+    "top_p": SamplingOptions(TEMPERATURE, 0.9, -1, 24, (), True, max_support=300),
+    "min_p": SamplingOptions(TEMPERATURE, 1.0, -1, 24, (), True, min_p=0.4, max_support=300),
+    "all": SamplingOptions(TEMPERATURE, 0.95, 20, 24, (), True, min_p=0.01, max_support=36),
 }
 """Limits of 300 are above the vocabulary."""
 
@@ -67,7 +67,7 @@ def test_the_trainer_computes_what_the_engine_reports(
 def test_larger_sets_than_the_limit_are_not_recorded_and_greedy_tokens_have_none(
     engine: ChildProcess,
 ) -> None:
-    few = sampled(engine, replace(FILTERS["top_p"], max_kept_tokens=2)).tokens.support_counts
+    few = sampled(engine, replace(FILTERS["top_p"], max_support=2)).tokens.support_counts
     assert few is not None
     all_sets = sampled(engine, FILTERS["top_p"]).tokens.support_counts
     assert all_sets is not None

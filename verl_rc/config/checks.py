@@ -316,21 +316,21 @@ def _largest_divisor(number: int, at_most: int) -> int:
 
 def _rollout(config: RunConfig) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
-    key, limit = "actor_rollout_ref.rollout", rollout.max_kept_tokens
+    key, limit = "actor_rollout_ref.rollout", rollout.max_support
     if limit is not None and not rollout.has_filter:
         yield (
-            f"{key}.max_kept_tokens={limit} has no effect without a filter ({key}.top_p, top_k or min_p); "
+            f"{key}.max_support={limit} has no effect without a filter ({key}.top_p, top_k or min_p); "
             "drop it."
         )
     if limit is None and rollout.has_filter and rollout.top_k < 1:
         yield (
-            f"{key}.top_p={rollout.top_p} and min_p={rollout.min_p} may keep the whole vocabulary at a "
-            f"token, and what is kept is recorded: pass {key}.top_k=20, say, or {key}.max_kept_tokens=64, "
+            f"{key}.top_p={rollout.top_p} and min_p={rollout.min_p} may leave the whole vocabulary at a "
+            f"token, and what is left is recorded: pass {key}.top_k=20, say, or {key}.max_support=64, "
             "above which a token is left out of the loss."
         )
     if limit is not None and limit < rollout.top_k:
         yield (
-            f"{key}.max_kept_tokens={limit} must be at least top_k={rollout.top_k}: larger sets than it are "
+            f"{key}.max_support={limit} must be at least top_k={rollout.top_k}: larger sets than it are "
             "left out of the loss. Drop it."
         )
     if rollout.sync_proof.survival_freq and rollout.quantization not in (None, "fp8_per_channel"):

@@ -249,9 +249,9 @@ class RolloutConfig(StrictModel):
     """Sample from this many most likely tokens, ties included; -1 or 0: all."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Sample from tokens with at least this share of the largest probability; 0: all."""
-    max_kept_tokens: int | None = Field(None, ge=1)
-    """Size of the largest set of kept tokens that is recorded; a token of a larger one leaves the loss. null:
-    top_k + 16; needed with a filter without top_k."""
+    max_support: int | None = Field(None, ge=1)
+    """Size of the largest support, the tokens that the filter leaves, that is recorded; a token of a larger
+    one leaves the loss. null: top_k + 16; needed with a filter without top_k."""
     enable_rollout_routing_replay: bool = False
     """For models with experts: the actor takes the experts that the engine recorded for each token. False:
     rounding may choose others."""
@@ -323,8 +323,8 @@ class RolloutConfig(StrictModel):
 
     @property
     def largest_support(self) -> int:
-        """Size of the largest set of kept tokens that is recorded; 0: none is, there is no filter."""
-        return (self.max_kept_tokens or self.top_k + _TIES) if self.has_filter else 0
+        """Size of the largest support that is recorded; 0 without a filter."""
+        return (self.max_support or self.top_k + _TIES) if self.has_filter else 0
 
     @property
     def converses(self) -> bool:

@@ -124,11 +124,11 @@ MISTAKES = [
     ),
     ("actor_rollout_ref.rollout.n=1 algorithm.adv_estimator=rloo_vectorized", "every advantage would be 0"),
     ("actor_rollout_ref.rollout.temperature=0", "actor_rollout_ref.rollout.temperature"),
-    ("actor_rollout_ref.rollout.top_p=0.9", "may keep the whole vocabulary at a token"),
-    ("actor_rollout_ref.rollout.min_p=0.1", "may keep the whole vocabulary at a token"),
-    ("actor_rollout_ref.rollout.max_kept_tokens=9", "has no effect without a filter"),
+    ("actor_rollout_ref.rollout.top_p=0.9", "may leave the whole vocabulary at a token"),
+    ("actor_rollout_ref.rollout.min_p=0.1", "may leave the whole vocabulary at a token"),
+    ("actor_rollout_ref.rollout.max_support=9", "has no effect without a filter"),
     (
-        "actor_rollout_ref.rollout.top_k=50 actor_rollout_ref.rollout.max_kept_tokens=20",
+        "actor_rollout_ref.rollout.top_k=50 actor_rollout_ref.rollout.max_support=20",
         "must be at least top_k=50",
     ),
     (

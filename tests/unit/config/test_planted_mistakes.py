@@ -253,7 +253,7 @@ CONTRADICTIONS: list[Mistake] = [
     (
         f"{ROLLOUT}.top_p=0.9",
         f"{ROLLOUT}.top_p",
-        "may keep the whole vocabulary at a token",
+        "may leave the whole vocabulary at a token",
         "0.9",
         "top_k=20",
     ),

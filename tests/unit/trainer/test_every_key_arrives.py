@@ -86,7 +86,7 @@ ENGINE: list[tuple[str, str, Any]] = [
     (f"{R}.max_num_batched_tokens=20000", "max_num_batched_tokens", 20000),
     (f"{R}.max_num_seqs=64", "max_num_seqs", 64),
     (f"{R}.top_k=5", "max_logprobs", 21),
-    (f"{R}.min_p=0.1 {R}.max_kept_tokens=7", "max_logprobs", 7),
+    (f"{R}.min_p=0.1 {R}.max_support=7", "max_logprobs", 7),
     (f"{R}.top_k=0", "max_logprobs", None),
     (f"{R}.enable_rollout_routing_replay=True", "enable_return_routed_experts", True),
     ("", "enable_return_routed_experts", None),
@@ -114,12 +114,12 @@ def test_arguments_of_the_engine(override: str, argument: str, value: Any) -> No
 
 def training(config: RunConfig) -> tuple[float, int, float, int]:
     options = SamplingOptions.for_training(config.actor_rollout_ref.rollout, 9, ())
-    return options.top_p, options.top_k, options.min_p, options.max_kept_tokens
+    return options.top_p, options.top_k, options.min_p, options.max_support
 
 
 OBJECTS: list[tuple[str, Callable[[RunConfig], Any], Any]] = [
     (f"{R}.top_p=0.9 {R}.top_k=5 {R}.min_p=0.1", training, (0.9, 5, 0.1, 21)),
-    (f"{R}.top_p=0.9 {R}.max_kept_tokens=7", training, (0.9, -1, 0.0, 7)),
+    (f"{R}.top_p=0.9 {R}.max_support=7", training, (0.9, -1, 0.0, 7)),
     ("", training, (1.0, -1, 0.0, 0)),
     ("actor_rollout_ref.model.path=org/other", lambda c: engine_options(c, "cuda").model_path, "org/other"),
     (f"{R}.dtype=float16", lambda c: engine_options(c, "cuda").dtype, "float16"),

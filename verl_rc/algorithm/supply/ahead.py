@@ -182,9 +182,9 @@ def advice(waits: WaitTotals, options: AsyncTrainingConfig) -> str:
             f"{waits.step_without_waiting:.3g} s"
         )
     if options.staleness < useful and share > _BUSY_SHARE:
-        return f"{summary}; {useful} would have kept it busy: {reason}"
+        return f"{summary}; with {useful} it would not have waited: {reason}"
     if share > _BUSY_SHARE:
         return f"{summary}; engines are the slower side: more devices for them help, a larger bound does not"
     if options.staleness > useful:
-        return f"{summary}; {useful} would have kept it busy too, with younger tokens: {reason}"
+        return f"{summary}; with {useful} it would not have waited either, with younger tokens: {reason}"
     return summary

@@ -49,7 +49,7 @@ _LENGTHS = (
     MetricSpec(
         "support/unrecorded_ratio",
         "1",
-        "response tokens for which the sampling filter left more than max_kept_tokens / response tokens",
+        "response tokens for which the sampling filter left more than max_support / response tokens",
         (0, 0.01),
     ),
     MetricSpec(

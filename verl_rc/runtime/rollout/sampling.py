@@ -38,7 +38,7 @@ class SamplingOptions:
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool = False
     min_p: float = 0.0
-    max_kept_tokens: int = 0
+    max_support: int = 0
     """Size of the largest support that is reported with a sampled token; 0 means that none is."""
     records_experts: bool = False
     """Whether the experts of each token are reported with it."""

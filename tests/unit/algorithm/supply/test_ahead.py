@@ -50,22 +50,27 @@ def test_the_staleness_that_fits_is_not_talked_about() -> None:
 # Two steps of 10 s; seconds waited in each, of the slowest group, the section, and what is said.
 ENDS = [
     (0.0, 9, options(1), "waited for samples 0% of the time with staleness_threshold=1"),
-    (0.1, 25, options(2), "1 would have kept it busy too, with younger tokens: whole responses need more"),
+    (
+        0.1,
+        25,
+        options(2),
+        "with 1 it would not have waited either, with younger tokens: whole responses need more",
+    ),
     (5.0, 25, options(1), "engines are the slower side: more devices for them help"),
     (
         5.0,
         14,
         options(1, partial=True),
-        "3 would have kept it busy: the slowest prompt took 14 s, a step without waiting 5 s",
+        "with 3 it would not have waited: the slowest prompt took 14 s, a step without waiting 5 s",
     ),
     (5.0, 5, options(1, partial=True), "engines are the slower side"),
     (
         0.0,
         14,
         options(4, partial=True),
-        "2 would have kept it busy too, with younger tokens: the slowest prompt took 14 s",
+        "with 2 it would not have waited either, with younger tokens: the slowest prompt took 14 s",
     ),
-    (5.0, 5, options(0, every=4), "1 would have kept it busy"),
+    (5.0, 5, options(0, every=4), "with 1 it would not have waited"),
 ]
 
 

@@ -154,7 +154,7 @@ TURNED_OFF: list[tuple[Given, Given]] = [
             {f"{ROLLOUT}.multi_turn.format": "tag", "algorithm.turn_credit": "turn"},
         ),
         ({f"{ROLLOUT}.environment.name": None}, {f"{ROLLOUT}.environment.max_turns": 3}),
-        ({f"{ROLLOUT}.top_p": 1.0}, {f"{ROLLOUT}.max_kept_tokens": 9}),
+        ({f"{ROLLOUT}.top_p": 1.0}, {f"{ROLLOUT}.max_support": 9}),
         (
             GREEDY,
             {

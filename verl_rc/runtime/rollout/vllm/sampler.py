@@ -160,7 +160,7 @@ class VllmSampler:
             top = ReportedTokens.from_output(
                 output.token_ids, output.logprobs, number, request.num_top_tokens
             )
-            if limit := min(request.options.max_kept_tokens, self._vocabulary_size):
+            if limit := min(request.options.max_support, self._vocabulary_size):
                 columns["support"] = supports(output.token_ids, top, number, limit, self._vocabulary_size)
             if request.options.head_tokens:
                 columns["head"] = top.heads(request.options.head_tokens, number)
@@ -253,7 +253,7 @@ def sampling_parameters(
         # The most likely tokens show which support a filter left, and are the head; greedy sampling has
         # neither. Flat lists of numbers replace vLLM's dict and object for each token, which the garbage
         # collector has to walk.
-        logprobs=max(min(options.max_kept_tokens, vocabulary_size), options.head_tokens)
+        logprobs=max(min(options.max_support, vocabulary_size), options.head_tokens)
         if options.temperature > 0
         else 0,
         flat_logprobs=True,
