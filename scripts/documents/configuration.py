@@ -60,11 +60,12 @@ written `choice(2.0,3.0)`. `main_sft` has the same options and no groups.
 OWN_SECTIONS = (
     "actor_rollout_ref.rollout.environment",
     "actor_rollout_ref.rollout.sync_proof",
+    "algorithm.rollout_correction.score_centering",
     "trainer.alerts",
     "trainer.token_records",
 )
 """Sections without a key of verl."""
-OWN_LOSSES = ("bapo", "m2po", "prime_rl")
+OWN_LOSSES = ("bapo", "ipo", "m2po")
 """Losses with options that verl lacks."""
 _REFERENCE_HEAD = """\
 # Every key of python -m verl_rc.main_ppo with its default and what it means: a list to copy from. Values here are the

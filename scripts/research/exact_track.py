@@ -1,10 +1,11 @@
 """The exact track: bias and error of a method's update against the true policy gradient, summed over every
 response of small policies: python -m scripts.research.exact_track [METHOD …] [--output FILE]
 
-A method is a preset of rollout correction, or ``loss_mode=NAME`` with options of the loss behind commas;
-without any all are computed, in minutes. Methods run through the functions that train. Responses come in
-groups of eight with leave-one-out baselines. What a method knows of the whole mini-batch (a mean weight, kept
-tokens, tokens that it selects) it knows of a large one.
+A method is a preset of rollout correction, with options of ``score_centering`` behind commas
+(``decoupled_seq_is,top_k=1,tail=none``), or ``loss_mode=NAME`` with options of the loss; without any all are
+computed, in minutes. Methods run through the functions that train. Responses come in groups of eight with
+leave-one-out baselines. What a method knows of the whole mini-batch (a mean weight, kept tokens, tokens that
+it selects) it knows of a large one.
 
 bias: distance of the expected update from the true gradient, relative to that gradient. error: mean squared
 error of the update of 32 prompts at the best step size; 0 is the true gradient, 1 an update without
@@ -35,6 +36,7 @@ from verl_rc.algorithm.losses import (
     mini_batch_statistics,
     read_loss_options,
 )
+from verl_rc.algorithm.losses.centering import SamplerHead, centering_term
 from verl_rc.algorithm.losses.inputs import resolve_policy_loss
 from verl_rc.algorithm.ppo.choices import needs_statistics_first
 from verl_rc.config.algorithms import LOSS_MODES, POLICY_LOSSES
@@ -111,21 +113,24 @@ class Responses:
         """``[B]`` of whole responses."""
         return self.log_probs(logits).sum(dim=-1).exp()
 
+    def of_sampled(self, coefficients: Tensor, vocabulary: int) -> Tensor:
+        """``[B, T, V]``: ``coefficients`` ``[B, T]`` at the sampled tokens, 0 elsewhere."""
+        empty = torch.zeros(*coefficients.shape, vocabulary, dtype=coefficients.dtype)
+        return empty.scatter(-1, self.tokens[..., None], coefficients[..., None])
+
     def add_up(self, coefficients: Tensor, logits: Tensor) -> Tensor:
-        """``[states, tokens]``: the sum of ``coefficients`` ``[B, T]`` times the gradients of the
-        log-probs."""
-        places = self.states * logits.shape[1] + self.tokens
-        sums = torch.zeros(logits.numel(), dtype=coefficients.dtype)
-        sums = sums.index_add_(0, places.flatten(), coefficients.where(self.mask, 0.0).flatten())
-        sums = sums.view(logits.shape)
+        """``[states, tokens]``: the sum of ``coefficients`` ``[B, T, V]`` times the gradients of the
+        log-probs of all tokens in each token's place."""
+        at = coefficients.where(self.mask[..., None], 0.0)
+        sums = torch.zeros_like(logits).index_add_(0, self.states.flatten(), at.flatten(0, 1))
         # The gradient of log p(y) for the logits of its state is onehot(y) - p.
         return sums - sums.sum(dim=-1, keepdim=True) * logits.softmax(dim=-1)
 
-    def gradient_squares(self, logits: Tensor) -> Tensor:
-        """``[B, T]``: squared norms of the gradients of the log-probs; those of one row are orthogonal."""
-        probabilities = logits.softmax(dim=-1)
-        sampled, squares = probabilities[self.states, self.tokens], probabilities.square().sum(dim=-1)
-        return (1 - 2 * sampled + squares[self.states]).where(self.mask, 0.0)
+    def gradient_squares(self, coefficients: Tensor, logits: Tensor) -> Tensor:
+        """``[B, T]``: squared norms of what each place adds to ``add_up``; in a row they are orthogonal."""
+        probabilities = logits.softmax(dim=-1)[self.states]
+        gradients = coefficients - coefficients.sum(dim=-1, keepdim=True) * probabilities
+        return gradients.square().sum(dim=-1).where(self.mask, 0.0)
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,8 @@ class Problem:
     def true_gradient(self, logits: Tensor) -> Tensor:
         """``[states, tokens]``: the gradient of the mean score."""
         weighted = self.responses.probabilities(logits) * self.scores
-        return self.responses.add_up(weighted[:, None].expand(self.responses.mask.shape), logits)
+        coefficients = weighted[:, None].expand(self.responses.mask.shape)
+        return self.responses.add_up(self.responses.of_sampled(coefficients, logits.shape[1]), logits)
 
 
 def make_problem(seed: int) -> Problem:
@@ -208,6 +214,8 @@ class Rows:
     """float64 ``[N]``: probabilities; they add up to 1."""
     rollout_log_probs: Tensor
     """``[N, T]``."""
+    rollout_tables: Tensor
+    """``[N, T, V]``: log-probs of all tokens in each token's place."""
     advantages: Tensor
     """``[N, T]``."""
 
@@ -227,6 +235,7 @@ class Rows:
             probabilities[numbers]
             * _binomial(GROUP - 1, float(probabilities @ problem.scores))[right_others],
             responses.log_probs(rollout),
+            rollout.log_softmax(dim=-1)[responses.states],
             advantages[:, None].expand(responses.mask.shape).where(responses.mask, 0.0),
         )
 
@@ -268,10 +277,15 @@ class Method:
 
 def find_method(text: str) -> Method:
     """The method that ``text`` names. Raises ``ValueError`` where there is none."""
-    if text in PRESETS:
-        correction = RolloutCorrectionConfig.from_preset(text)
+    name, *options = text.split(",")
+    if name in PRESETS:
+        correction = RolloutCorrectionConfig.from_preset(name)
+        values = dict(option.split("=") for option in options)
+        if values:
+            fields = {**correction.model_dump(), "score_centering": {"enabled": True, **values}}
+            correction = RolloutCorrectionConfig.model_validate(fields)
         return Method(text, correction, correction.named_loss or "vanilla")
-    loss, *options = text.removeprefix("loss_mode=").split(",")
+    loss = name.removeprefix("loss_mode=")
     if loss not in LOSS_MODES or not text.startswith("loss_mode="):
         raise ValueError(
             f"a method must be a preset or loss_mode=NAME; got {text!r}. verl-rc presets lists them."
@@ -299,8 +313,8 @@ def all_methods() -> Iterator[Method]:
 
 
 def coefficients(method: Method, rows: Rows, logits: Tensor) -> Tensor:
-    """float64 ``[N, T]``: these times the gradients of its log-probs are what a row adds to the ascent
-    direction of a batch."""
+    """float64 ``[N, T, V]``: these times the gradients of the log-probs of all tokens in each token's place
+    are what a row adds to the ascent direction of a batch."""
     tokens, width = rows.weights @ rows.responses.mask.sum(dim=-1).double(), rows.responses.mask.shape[1]
     # Denominators of one row: losses of rows are averaged.
     aggregation = Aggregation("seq-mean-token-sum", float(tokens), 1.0, float(width))
@@ -322,10 +336,25 @@ def coefficients(method: Method, rows: Rows, logits: Tensor) -> Tensor:
         mini_batch = mini_batch_statistics(method.loss, [inputs])
     log_probs = rows.responses.log_probs(logits).requires_grad_()
     inputs = _loss_inputs(method, rows, log_probs, aggregation, statistics)
-    loss, _ = resolve_policy_loss(method.loss)(replace(inputs, mini_batch_statistics=mini_batch))
-    if not loss.requires_grad:
-        return torch.zeros_like(log_probs)
-    return -torch.autograd.grad(loss, log_probs)[0].double()
+    policy_loss = resolve_policy_loss(method.loss)
+    loss, _ = policy_loss(replace(inputs, mini_batch_statistics=mini_batch))
+    zeros = torch.zeros_like(log_probs)
+    own = -torch.autograd.grad(loss, log_probs)[0] if loss.requires_grad else zeros
+    found = rows.responses.of_sampled(own.double(), logits.shape[1])
+    centering = method.correction.score_centering
+    if not centering.enabled:
+        return found
+    ids = rows.rollout_tables.topk(min(centering.top_k, logits.shape[1])).indices
+    candidates = logits.log_softmax(dim=-1)[rows.responses.states].gather(-1, ids).requires_grad_()
+    head = SamplerHead(rows.rollout_tables.gather(-1, ids), candidates)
+    term, _ = centering_term(
+        policy_loss,
+        inputs,
+        head.with_tail() if centering.tail == "proportional" else head,
+        divides_by_rollout=method.correction.mode == "bypass",
+        token_weights=method.correction.token_weights,
+    )
+    return found.scatter_add(-1, ids, -torch.autograd.grad(term, candidates)[0].double())
 
 
 def _loss_inputs(
@@ -361,7 +390,7 @@ class Update:
 
     rows: Rows
     coefficients: Tensor
-    """``[N, T]``, see ``coefficients``."""
+    """``[N, T, V]``, see ``coefficients``."""
     logits: Tensor
     """The policy that is updated."""
     right: float
@@ -369,7 +398,7 @@ class Update:
 
     def add_up(self, chances: Tensor) -> Tensor:
         """``[states, tokens]``: the sum of the rows' updates, each times its chance ``[N]``."""
-        return self.rows.responses.add_up(chances[:, None] * self.coefficients, self.logits)
+        return self.rows.responses.add_up(chances[:, None, None] * self.coefficients, self.logits)
 
     @cached_property
     def mean(self) -> Tensor:
@@ -396,7 +425,7 @@ class Update:
             for first in (0, 1)
             for second in (0, 1)
         )
-        squares = (self.coefficients.square() * rows.responses.gradient_squares(self.logits)).sum(dim=-1)
+        squares = rows.responses.gradient_squares(self.coefficients, self.logits).sum(dim=-1)
         second = (float(rows.weights @ squares) + (GROUP - 1) * product) / GROUP
         return second - float(self.mean.square().sum())
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from batches_of_ones import ones_rollouts
@@ -23,6 +24,7 @@ from verl_rc.config.errors import ConfigError
 from verl_rc.config.rollout_correction import REJECTION_RULES, WEIGHT_LEVELS, RolloutCorrectionConfig
 from verl_rc.correction import NonFiniteLogProbError, measure, require_finite
 from verl_rc.records.batches import PolicyEvaluations, RolloutBatch, TokenScores, positions_mask
+from verl_rc.records.heads import head_column
 from verl_rc.records.scored_batch import ScoredBatch
 
 METRICS_ONLY = {"diagnostics"}
@@ -85,6 +87,14 @@ AXES: Mapping[str, list[Fields]] = {
     "loss_type": [{"loss_type": value} for value in ("ppo_clip", "reinforce", "topr")],
     "rejection_denominator": [{"rejection_denominator": value} for value in ("original", "kept")],
     "rejected_in_group_baseline": [{"rejected_in_group_baseline": value} for value in ("include", "exclude")],
+    "score_centering": [
+        {"score_centering": value}
+        for value in (
+            {"enabled": False},
+            {"enabled": True, "top_k": 3},
+            {"enabled": True, "top_k": 3, "tail": "none"},
+        )
+    ],
     "nonfinite_logprob": [
         {"nonfinite_logprob": value} for value in ("reject_sequence", "reject_token", "neutral", "raise")
     ],
@@ -144,6 +154,10 @@ def make_batch(*, broken: bool) -> Batch:
     )
     rollouts = ones_rollouts(rollout, lengths, GROUP)
     rollouts.response_mask = mask
+    # Heads of three tokens with probabilities 0.5, 0.3 and 0.1 beside every response token.
+    head = head_column(np.array([[1, 2, 3]]), np.log([[0.5, 0.3, 0.1]]))
+    rollouts.tokens.head_counts = torch.where(mask, 6, 0)
+    rollouts.tokens.head_ids = torch.from_numpy(np.tile(head.values, (ROWS, WIDTH)))
     return rollouts, evaluations, torch.randn(ROWS, generator=generator)
 
 
@@ -196,12 +210,14 @@ def train_on(
         return (type(error).__name__.encode(),)
     log_probs.requires_grad_()
     totals = Aggregation("token-mean", num_tokens=num_tokens, num_sequences=num_sequences)
-    scores = TokenScores(log_probs, torch.zeros_like(log_probs))
+    candidates = torch.tensor([0.4, 0.3, 0.2]).log().repeat(*log_probs.shape, 1).requires_grad_()
+    scores = TokenScores(log_probs, torch.zeros_like(log_probs), candidate_log_probs=candidates)
     loss = policy_objective(scores, batch, ACTOR, config, totals).loss
     loss.backward()
     assert log_probs.grad is not None
-    assert torch.isfinite(log_probs.grad).all()
-    return tuple(tensor.detach().numpy().tobytes() for tensor in (loss, log_probs.grad))
+    gradients = [tensor.grad for tensor in (log_probs, candidates) if tensor.grad is not None]
+    assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+    return tuple(tensor.detach().numpy().tobytes() for tensor in (loss, *gradients))
 
 
 ACTOR = small_run_config(Path("unused")).actor_rollout_ref.actor

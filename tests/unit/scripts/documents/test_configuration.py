@@ -53,4 +53,5 @@ def test_values_are_the_schemas_defaults() -> None:
     tree = yaml.safe_load(render_reference())
     assert tree["actor_rollout_ref"]["actor"]["clip_ratio_c"] == 3.0
     assert tree["trainer"]["logger"] == ["console", "wandb"]
-    assert tree["algorithm"]["rollout_correction"] == {"preset": None}
+    centering = {"enabled": False, "top_k": 32, "tail": "proportional"}
+    assert tree["algorithm"]["rollout_correction"] == {"preset": None, "score_centering": centering}

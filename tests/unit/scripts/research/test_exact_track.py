@@ -38,8 +38,9 @@ def test_fresh_responses_need_no_correction(name: str) -> None:
         assert bias < 1e-10
 
 
-def loop_bias(condition: str, weigh) -> float:
-    """The bias of an update that weighs tokens by ``weigh`` of a response's ratios, by plain loops."""
+def loop_bias(condition: str, weigh, centered: bool = False) -> float:
+    """The bias of an update that weighs tokens by ``weigh`` of a response's ratios, by plain loops;
+    ``centered``: less the sampler's expectation of the weighted score, each token weighed by itself."""
     age, engine = CONDITIONS[condition]
 
     def softmax(logits):
@@ -67,9 +68,15 @@ def loop_bias(condition: str, weigh) -> float:
                 slope = (other == token) - current[state][other]
                 exactly = chance(current, places) * score * slope
                 true[state][other] += exactly
-                difference[state][other] += (
-                    chance(rollout, places) * weight * (score - mean) * slope - exactly
-                )
+                pushed = weight * slope
+                if centered:
+                    pushed -= math.fsum(
+                        rollout[state][one]
+                        * weigh([current[state][one] / rollout[state][one]])[0]
+                        * ((other == one) - current[state][other])
+                        for one in range(3)
+                    )
+                difference[state][other] += chance(rollout, places) * (score - mean) * pushed - exactly
     return math.hypot(*itertools.chain(*difference)) / math.hypot(*itertools.chain(*true))
 
 
@@ -88,7 +95,22 @@ def test_biases_are_those_of_a_plain_loop(condition, name, weigh) -> None:
     assert found == pytest.approx(loop_bias(condition, weigh), abs=1e-10)
 
 
-@pytest.mark.parametrize("name", ["disabled", "decoupled_seq_is", "bypass_ppo_clip"])
+@pytest.mark.parametrize("condition", ["1 step", "8 steps", "T .9", "noise"])
+@pytest.mark.parametrize(
+    ("name", "weigh"),
+    [
+        ("score_centering", lambda ratios: [1.0] * len(ratios)),
+        ("score_centering_token_is", lambda ratios: [min(ratio, 2.0) for ratio in ratios]),
+    ],
+)
+def test_the_bias_of_a_centered_update_is_that_of_a_plain_loop(condition, name, weigh) -> None:
+    found = examine(find_method(name), condition, [PROBLEM])["bias"]
+    assert found == pytest.approx(loop_bias(condition, weigh, centered=True), abs=1e-10)
+
+
+@pytest.mark.parametrize(
+    "name", ["disabled", "decoupled_seq_is", "bypass_ppo_clip", "decoupled_seq_is,top_k=1"]
+)
 def test_mean_and_variance_are_those_of_all_groups(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Every group of three responses, one by one, with advantages by hand."""
     monkeypatch.setattr(exact_track, "GROUP", 3)
@@ -109,7 +131,7 @@ def test_mean_and_variance_are_those_of_all_groups(monkeypatch: pytest.MonkeyPat
             others = [float(problem.scores[other]) for index, other in enumerate(group) if index != place]
             one = found.rows.advantages[row * 3 + int(sum(others))]
             assert float(one[0]) == pytest.approx(float(problem.scores[row]) - sum(others) / 2)
-            padded = torch.zeros(3, 2, dtype=torch.float64)
+            padded = torch.zeros(3, 2, 2, dtype=torch.float64)
             padded[row] = by_row[row, int(sum(others))]
             total += responses.add_up(padded, logits) / 3
         updates.append(total.flatten())
