@@ -59,7 +59,7 @@ FURTHER = {
     "luspo": ["actor_rollout_ref.actor.clip_ratio=3e-4"],
     "m2po": ["actor_rollout_ref.actor.policy_loss.m2_threshold=1e-6"],
     "bapo": ["actor_rollout_ref.actor.clip_ratio_c=1.0001"],
-    "prime_rl": ["actor_rollout_ref.actor.clip_ratio=0.01"],
+    "ipo": ["actor_rollout_ref.actor.policy_loss.ipo_eps=0.001"],
 }
 VECTORIZED = ("grpo_vectorized", "rloo_vectorized")
 CHOICES = [

@@ -97,8 +97,10 @@ class PolicyLossOptions(StrictModel):
     """``m2po``: largest mean squared log-ratio of the kept tokens, squared nats."""
     adv_ratio_target: float = Field(0.5, ge=0)
     """``bapo``: least weight of positive advantages, in multiples of that of negative ones."""
-    kl_tau: float = Field(1e-3, ge=0)
-    """``prime_rl``: weight of the squared log-ratio, per squared nat."""
+    ipo_eps: float = Field(0.3, gt=0, le=1)
+    """``ipo``: largest change of a token's probability, up or down, within which it is trained on."""
+    kl_tau: float = Field(0.0, ge=0)
+    """``ipo``: weight of the squared log-ratio, per squared nat."""
 
     @model_validator(mode="after")
     def _some_covariance_is_between(self) -> "PolicyLossOptions":
@@ -348,16 +350,14 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         clipped="−A clip(r, low, high) > −A r",
         clipped_lower="A < 0 and r > c",
     ),
-    "prime_rl": LossSpec(
-        title="The default loss of prime-rl",
-        formula="−A r, while π(y) − π_old(y) has not moved by more than ε_high up or ε_low down, plus "
-        "τ (log r)²",
-        source="prime-rl, default_loss_fn",
+    "ipo": LossSpec(
+        title="Prime-rl's loss of that name, its default since August 2026",
+        formula="−A r, while |π(y) − π_old(y)| ≤ ε, plus τ (log r)²",
+        source="prime-rl, ipo_loss",
         ratio="token",
         gradient_through="ratio",
-        options=(_LOW, _HIGH, LossOption("policy_loss.kl_tau", "τ")),
-        only_negative=(_LOW,),
-        clipped="A > 0 and π − π_old > ε_high, or A ≤ 0 and π − π_old < −ε_low",
+        options=(LossOption("policy_loss.ipo_eps", "ε"), LossOption("policy_loss.kl_tau", "τ")),
+        clipped="|π − π_old| > ε",
         clipped_lower=_NO_TOKEN,
     ),
     "aspo": LossSpec(

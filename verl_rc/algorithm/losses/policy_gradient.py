@@ -80,18 +80,20 @@ def _probability_has_not_moved(inputs: PolicyLossInputs) -> Tensor:
     return torch.where(inputs.advantages > 0, change <= high, change >= -low)
 
 
-@register_policy_loss("prime_rl")
-def prime_rl_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
-    """The default loss of prime-rl (its ``default_loss_fn``, 2026); the loss mode ``prime_rl``.
+@register_policy_loss("ipo")
+def ipo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
+    """Prime-rl's loss of that name (its default since August 2026); the loss mode ``ipo``.
 
-    ``w (−A r M + τ (log r)²)`` with M as in ``dppo_tv_loss`` and τ = ``kl_tau``: the ratio has no cap, and
-    tokens outside the region keep the penalty. A rejected token leaves the sum.
+    ``w (−A r M + τ (log r)²)`` with M = [|p − p_old| ≤ ε], whatever the sign of A; ε is ``ipo_eps``, τ is
+    ``kl_tau``. Tokens outside the region keep the penalty. A rejected token leaves the sum.
 
     Returns:
         The loss, 0-d, and ``actor/pg_clipfrac`` (share of tokens outside the region),
         ``actor/pg_clipfrac_lower`` (0), those of ``ppo_kl_metrics``.
     """
-    trusted, ratio = _probability_has_not_moved(inputs), inputs.log_ratio.exp()
+    # Log-probs are at most 0: these exponentials need no bound.
+    change = inputs.log_probs.detach().exp() - inputs.ratio_denominator.exp()
+    trusted, ratio = change.abs() <= inputs.parameters.ipo_eps, inputs.log_ratio.exp()
     # Not bounded: the penalty must pull back what has gone far.
     penalty = inputs.parameters.kl_tau * inputs.unbounded_log_ratio.square()
     return inputs.reduce((-inputs.advantages * ratio).where(trusted, 0) + penalty), {

@@ -85,8 +85,9 @@ def m2po_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     ``m2po``.
 
     ``−w A r``, and 0 for the tokens of the mini-batch with the largest (log r)²: the fewest whose absence
-    brings the mean of the others down to ``m2_threshold``. Tokens with the same (log r)² are dropped
-    together. Rejected tokens enter neither the sum nor the mean.
+    brings the mean of the others down to ``m2_threshold``. Only tokens that would go on in their direction
+    (A > 0 and r > 1, or A < 0 and r < 1) are dropped and enter the mean: the others come back. Tokens with
+    the same (log r)² are dropped together. Rejected tokens enter neither the sum nor the mean.
 
     Returns:
         The loss, 0-d, and ``actor/pg_clipfrac`` (share of dropped tokens), those of ``ppo_kl_metrics``.
@@ -230,8 +231,9 @@ def selection_scores(
         (in float32) in the upper bits and the hash in the lower ones, so that one comparison orders by both.
     """
     if name == "m2po":
-        moments = inputs.unbounded_log_ratio.detach().to(torch.float32).square()
-        return moments.view(torch.int32).to(torch.int64).where(inputs.loss_mask, _NOT_SELECTABLE)
+        log_ratio = inputs.unbounded_log_ratio.detach().to(torch.float32)
+        goes_on = inputs.loss_mask & (inputs.advantages * log_ratio > 0)
+        return log_ratio.square().view(torch.int32).to(torch.int64).where(goes_on, _NOT_SELECTABLE)
     deviation = (
         inputs.advantages.float() - advantage_mean.float()
     )  # in float32: equal advantages give exactly 0

@@ -10,15 +10,15 @@ import torch
 from verl_rc.algorithm.losses import compute_policy_loss
 
 LOW, HIGH, CAP = 0.1, 0.3, 1.2
-CONFIG = {"clip_ratio_low": LOW, "clip_ratio_high": HIGH, "clip_ratio_c": CAP, "kl_tau": 0.25}
+CONFIG = {"clip_ratio_low": LOW, "clip_ratio_high": HIGH, "clip_ratio_c": CAP, "kl_tau": 0.25, "ipo_eps": 0.2}
 Token = tuple[float, float, float, float]
 """Current and old log-prob, advantage, and the log of the sequence's ratio."""
 
 
-def prime_rl(token: Token) -> tuple[float, float]:
+def ipo(token: Token) -> tuple[float, float]:
     current, old, advantage, _ = token
     change, ratio = math.exp(current) - math.exp(old), math.exp(current - old)
-    trusted = change <= HIGH if advantage > 0 else change >= -LOW
+    trusted = abs(change) <= 0.2
     value = -advantage * ratio * trusted + 0.25 * (current - old) ** 2
     return value, -advantage * ratio * trusted + 0.5 * (current - old)
 
@@ -47,7 +47,7 @@ def vespo(token: Token) -> tuple[float, float]:
 
 
 LOOPS: dict[str, Callable[[Token], tuple[float, float]]] = {
-    "prime_rl": prime_rl,
+    "ipo": ipo,
     "aspo": aspo,
     "topr": topr,
     "vespo": vespo,
@@ -90,8 +90,8 @@ def moved(current: float, old: float, advantage: float) -> float:
     ("name", "share", "lower"),
     [
         (
-            "prime_rl",
-            lambda c, o, a, s: (math.exp(c) - math.exp(o)) * math.copysign(1, a) > (HIGH if a > 0 else LOW),
+            "ipo",
+            lambda c, o, a, s: abs(math.exp(c) - math.exp(o)) > 0.2,
             None,
         ),
         ("aspo", lambda c, o, a, s: math.exp(c - o) > 1 + HIGH if a > 0 else math.exp(c - o) < 1 - LOW, None),

@@ -175,9 +175,14 @@ def test_clip_cov_drops_its_share_of_tokens_that_nothing_tells_apart() -> None:
 
 
 def second_moments(batch: Any) -> dict[tuple[int, int], float]:
-    """(log r)² of every kept token, rounded to float32 as the loss orders them."""
-    gaps = (batch.log_probs - batch.old_log_probs).float().square().double()
-    return {(row, column): float(gaps[row, column]) for row, column in batch.loss_mask.nonzero().tolist()}
+    """(log r)² of every kept token that would go on in its direction, rounded to float32 as the loss orders
+    them."""
+    gaps = (batch.log_probs - batch.old_log_probs).float()
+    return {
+        (row, column): float(gaps[row, column].square().double())
+        for row, column in batch.loss_mask.nonzero().tolist()
+        if float(gaps[row, column] * batch.advantages[row, column]) > 0
+    }
 
 
 @pytest.mark.parametrize("threshold", [1e-6, 0.01, 0.04, 0.1, 10.0])
@@ -192,13 +197,16 @@ def test_m2po_drops_the_fewest_tokens_from_the_largest_until_the_mean_is_small(
         config={"m2_threshold": threshold},
     )
     loss.backward()
-    moments = second_moments(batch)
+    moments, tokens = second_moments(batch), [*map(tuple, batch.loss_mask.nonzero().tolist())]
     kept = sorted(moments, key=lambda token: moments[token])
     while kept and sum(moments[token] for token in kept) > threshold * len(kept):
         kept.pop()
     total, slopes = 0.0, torch.zeros_like(batch.log_probs)
     count = batch.response_mask.sum().item()
-    for token in kept:
+    dropped = moments.keys() - set(kept)
+    for token in tokens:
+        if token in dropped:
+            continue
         gap = (batch.log_probs[token] - batch.old_log_probs[token]).item()
         slopes[token] = -batch.weights[token] * batch.advantages[token] * math.exp(gap) / count
         total += slopes[token].item()
@@ -206,7 +214,7 @@ def test_m2po_drops_the_fewest_tokens_from_the_largest_until_the_mean_is_small(
     assert threshold not in (0.01, 0.04, 0.1) or 0 < len(kept) < len(moments)
     assert loss.item() == pytest.approx(total, abs=1e-12)
     torch.testing.assert_close(log_probs.grad, slopes)
-    share = 1 - len(kept) / len(moments)
+    share = len(dropped) / len(tokens)
     assert metrics["actor/pg_clipfrac"].value.item() == pytest.approx(share, abs=1e-7)
 
 
@@ -220,9 +228,10 @@ def test_m2po_keeps_or_drops_equal_tokens_together() -> None:
         torch.ones_like(gaps),
         torch.ones_like(gaps),
         config={"m2_threshold": 0.06},
-    )  # (0.01 + 2 * 0.09) / 3 is 0.063: one of three tokens at 0.3 would be kept, were they told apart
+    )  # (0.01 + 0.09) / 2 is 0.05: one of two tokens at 0.3 would be kept, were they told apart
     loss.backward()
-    assert [bool(slope) for slope in log_probs.grad[0]] == [True, False, False, False, False]
+    # The token at -0.3 comes back to where it was: it is not dropped.
+    assert [bool(slope) for slope in log_probs.grad[0]] == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize(
