@@ -10,7 +10,7 @@ from real_runs import left_over_processes, metrics_of, of_folder, train
 from verl_rc.metrics import check_names
 
 PARTIAL = [
-    "algorithm.rollout_correction.preset=decoupled_token_is",
+    "algorithm.rollout_correction.preset=score_centering_token_is",
     "async_training.staleness_threshold=2",
     "async_training.partial_rollout=True",
     "actor_rollout_ref.hybrid_engine=False",
@@ -46,6 +46,8 @@ def test_responses_have_several_versions_and_canaries_prove_each(whole_partial: 
     assert min(spans[2:]) >= 2
     assert all(metrics[step]["actor/grad_norm"] > 0 for step in (2, 3, 4))
     assert all(metrics[step]["sync/canary_max_gap"] < 1e-4 for step in range(5))
+    # The heads of all tokens came: the engine gives 32 of some 300 tokens a part of its mass.
+    assert all(0.1 < metrics[step]["rollout_corr/centering_head_mass"] < 1 for step in (2, 3, 4))
     assert [step for step in metrics if "val-core/digits/acc/mean@1" in metrics[step]] == [0, 2, 4]
 
 
