@@ -347,11 +347,15 @@ class RolloutCorrectionConfig(PresetConstructors):
         are used."""
         is_read = {"rollout_is_threshold": self.rollout_is is not None, "loss_type": self.bypass_mode}
         changed = self.model_dump(exclude_defaults=True)
-        return {
+        fields = {
             name: getattr(self, name)
             for name in type(self).model_fields
             if is_read.get(name, name in changed)
         }
+        for name, value in fields.pop("score_centering", ScoreCenteringConfig()):
+            if value != type(self.score_centering).model_fields[name].default:
+                fields[f"score_centering.{name}"] = value
+        return fields
 
     def weight_threshold(self) -> Threshold:
         """The truncation bound, or the band, of the weights."""

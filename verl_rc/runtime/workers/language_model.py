@@ -153,6 +153,12 @@ def unsupported_model(config: RunConfig, path: str, trust_remote_code: bool) -> 
                 f"{FSDP_SECTIONS[role]}.ulysses_sequence_parallel_size={size} must divide its {heads} "
                 f"attention heads: pass {largest}, and lengths whose part of a row then fits"
             )
+    head, vocabulary = config.algorithm.rollout_correction.head_tokens, source.get_text_config().vocab_size
+    if path == policy.model.path and head > vocabulary:
+        problems.append(
+            f"algorithm.rollout_correction.score_centering.top_k={head} must be at most the {vocabulary} "
+            f"tokens of its vocabulary: pass top_k={vocabulary}"
+        )
     return next((problem for problem in problems if problem is not None), None)
 
 

@@ -19,6 +19,7 @@ from verl_rc.algorithm.ppo.objective import Objective
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.metrics import reduce_metrics
 from verl_rc.records.batches import TrainBatch, positions_mask
+from verl_rc.records.heads import heads
 from verl_rc.records.microbatch import MicroBatchLimit, assign_rows
 from verl_rc.records.optimizer_step import OptimizerStep
 from verl_rc.runtime.distributed.process_group import RankAddress
@@ -94,6 +95,40 @@ def test_a_centered_loss_is_the_same_in_parts_and_padded(
     assert_same_gradient(parts, whole)
     assert_same_gradient(padded, whole)
     assert float((uncentered - whole).norm() / whole.norm()) > 1e-3
+
+
+def test_what_centering_adds_to_the_gradient_is_that_of_whole_distributions(worker: PolicyWorker) -> None:
+    """A (Σ q log p + (1 - Q) log(1 - P)) over the head, from all logits of the model, row by row."""
+    batch = make_train_batch(LENGTHS)
+    batch.rollout_is_weights = None
+    add_heads(batch, VOCABULARY)
+    assert batch.tokens.head_counts is not None
+    assert batch.tokens.head_ids is not None
+    ids, q_logs = heads(batch.tokens.head_counts, batch.tokens.head_ids)
+    plain, rows = worker._correction, [list(range(len(LENGTHS)))]
+    worker._correction = RolloutCorrectionConfig.model_validate({"score_centering": {"enabled": True}})
+    centered = gradient(worker, batch, rows)
+    worker._correction = plain
+    uncentered = gradient(worker, batch, rows)
+    terms, module = [], worker.model.module
+    for row, length in enumerate(LENGTHS):
+        prompt = batch.tokens.prompts[row, 6 - int(batch.tokens.prompt_lengths[row]) :]
+        token_ids = torch.cat([prompt, batch.tokens.responses[row, :length]])[None]
+        logits = module(input_ids=token_ids, use_cache=False).logits[0].log_softmax(-1)
+        for place in range(length):
+            is_there = ids[row, place] >= 0
+            if not is_there.any():
+                continue
+            q, p = (
+                q_logs[row, place][is_there].exp(),
+                logits[len(prompt) + place - 1][ids[row, place][is_there]],
+            )
+            expected = (q * p).sum() + (1 - q.sum()) * (1 - p.exp().sum()).log()
+            terms.append(batch.advantages[row, place] * expected)
+    (torch.stack(terms).sum() / sum(LENGTHS)).backward()
+    brute = torch.cat([p.grad.full_tensor().flatten() for p in module.parameters()]).double()  # type: ignore[union-attr]
+    worker.model.optimizer.zero_grad()
+    assert_same_gradient(centered - uncentered, brute)
 
 
 def test_padding_instead_of_packing_does_not_change_the_gradient(worker: PolicyWorker) -> None:
