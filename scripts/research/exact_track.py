@@ -41,7 +41,14 @@ from verl_rc.algorithm.losses.inputs import resolve_policy_loss
 from verl_rc.algorithm.ppo.choices import needs_statistics_first
 from verl_rc.config.algorithms import LOSS_MODES, POLICY_LOSSES
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
-from verl_rc.correction import CorrectionStatistics, SequenceContext, correct_sequences, measure
+from verl_rc.correction import (
+    CorrectionStatistics,
+    LogRatio,
+    SequenceContext,
+    candidate_weights,
+    correct_sequences,
+    measure,
+)
 
 SEEDS = (0, 1, 2)
 """Seeds of the problems; results are means over them."""
@@ -347,12 +354,17 @@ def coefficients(method: Method, rows: Rows, logits: Tensor) -> Tensor:
     ids = rows.rollout_tables.topk(min(centering.top_k, logits.shape[1])).indices
     candidates = logits.log_softmax(dim=-1)[rows.responses.states].gather(-1, ids).requires_grad_()
     head = SamplerHead(rows.rollout_tables.gather(-1, ids), candidates)
+    head = head.with_tail() if centering.tail == "proportional" else head
+    settings, weights = method.correction.settings().weights, None
+    if settings is not None and method.correction.applies_weights:
+        ratio = LogRatio.from_log_probs(log_probs.detach(), rows.rollout_log_probs, rows.responses.mask)
+        weights = candidate_weights(ratio, settings, head.log_ratios)
     term, _ = centering_term(
         policy_loss,
         inputs,
-        head.with_tail() if centering.tail == "proportional" else head,
+        head,
         divides_by_rollout=method.correction.mode == "bypass",
-        token_weights=method.correction.token_weights,
+        weights=weights,
     )
     return found.scatter_add(-1, ids, -torch.autograd.grad(term, candidates)[0].double())
 

@@ -40,7 +40,8 @@ SHOWN_ELSEWHERE = {
     "actor_rollout_ref.model.target_modules actor_rollout_ref.model.exclude_modules "
     "actor_rollout_ref.model.lora.merge",
     "tests/unit/algorithm/ppo/test_objective.py": "actor_rollout_ref.actor.kl_loss_coef "
-    "actor_rollout_ref.actor.kl_loss_type",
+    "actor_rollout_ref.actor.kl_loss_type "
+    "algorithm.rollout_correction.score_centering.top_k algorithm.rollout_correction.score_centering.tail",
     "tests/unit/plan/run_plan/test_options.py": "distillation.distillation_loss.topk "
     "distillation.distillation_loss.log_prob_min_clamp",
     "tests/unit/runtime/rollout/test_conversation.py": f"{TURNS}.tools {TURNS}.format "

@@ -8,7 +8,7 @@ estimator.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -94,7 +94,8 @@ class PolicyLossOptions(StrictModel):
     ppo_kl_coef: float = Field(0.1, ge=0)
     """``kl_cov``: weight of the penalty on |log-prob − old log-prob|, per nat."""
     m2_threshold: float = Field(0.04, gt=0)
-    """``m2po``: largest mean squared log-ratio of the kept tokens, squared nats."""
+    """``m2po``: largest mean squared log-ratio of the kept tokens that go on in their direction, squared
+    nats."""
     adv_ratio_target: float = Field(0.5, ge=0)
     """``bapo``: least weight of positive advantages, in multiples of that of negative ones."""
     ipo_eps: float = Field(0.3, gt=0, le=1)
@@ -114,6 +115,10 @@ class PolicyLossOptions(StrictModel):
 
 class LossOptions(RatioOptions, PolicyLossOptions):
     """The options of all losses side by side, as the functions read them."""
+
+    def without_penalties(self) -> Self:
+        """The options without the terms of a loss that no advantage multiplies."""
+        return self.model_copy(update={"dro_beta": 0.0, "kl_tau": 0.0})
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,8 @@ class LossSpec:
     """The average that overrides ``loss_agg_mode``, if any."""
     is_per_row: bool = False
     """A row has one term and one weight, the geometric mean of its tokens' weights."""
+    clips_by_probability: bool = False
+    """A token leaves by its two probabilities, not by their ratio alone."""
     reads_mini_batch: bool = False
     """It depends on the whole mini-batch, whose tokens a pass without gradient looks at first."""
     clipped: str | None = None
@@ -306,6 +313,7 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         gradient_through="log_prob",
         options=(_LOW, _HIGH, _CAP),
         only_negative=(_LOW,),
+        clips_by_probability=True,
         clipped="A > 0 and π − π_old > ε_high, or A ≤ 0 and π − π_old < −ε_low",
         clipped_lower="other tokens with r > c",
     ),
@@ -318,14 +326,15 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         gradient_through="log_prob",
         options=(_LOW, _HIGH, _CAP),
         only_negative=(_LOW,),
+        clips_by_probability=True,
         clipped="A > 0, π > π_old and KL > ε_high, or A ≤ 0, π < π_old and KL > ε_low; KL = binary KL of "
         "π_old and π",
         clipped_lower="other tokens with r > c",
     ),
     "m2po": LossSpec(
         title="Second-moment trust policy optimisation",
-        formula="−A r, and 0 for the tokens with the largest (log r)², so many that the mean of the others "
-        "is at most τ",
+        formula="−A r. Of the tokens that go on in their direction (A > 0, r > 1 or A < 0, r < 1) those with "
+        "the largest (log r)² have 0, so many that the mean of the others is at most τ",
         source="arXiv:2510.01161, AReaL",
         ratio="token",
         gradient_through="ratio",
@@ -357,6 +366,7 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         ratio="token",
         gradient_through="ratio",
         options=(LossOption("policy_loss.ipo_eps", "ε"), LossOption("policy_loss.kl_tau", "τ")),
+        clips_by_probability=True,
         clipped="|π − π_old| > ε",
         clipped_lower=_NO_TOKEN,
     ),

@@ -310,11 +310,6 @@ class RolloutCorrectionConfig(PresetConstructors):
         return not self.bypass_mode or self.loss_type == "reinforce"
 
     @property
-    def token_weights(self) -> Threshold | None:
-        """Bounds of the weights of single tokens that enter the loss. None: none do."""
-        return self.weight_threshold() if self.rollout_is == "token" and self.applies_weights else None
-
-    @property
     def head_tokens(self) -> int:
         """Most likely tokens that engines report beside each sampled one; 0: none."""
         return self.score_centering.top_k if self.score_centering.enabled else 0

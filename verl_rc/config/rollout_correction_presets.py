@@ -203,15 +203,19 @@ PRESETS: Mapping[str, Preset] = {**_TODAY, **_FORMER, **_PAPERS}
 """Every preset by name."""
 
 
-def preset_fields(name: str) -> dict[str, Any]:
-    """The fields a preset sets, to be laid under those a user gave. Raises ``ValueError`` naming the nearest
-    preset."""
+def preset_fields(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that a preset sets, under those ``given``; of a section each of its keys. Raises
+    ``ValueError`` naming the nearest preset."""
     if name not in PRESETS:
         raise ValueError(
             f"a preset must be one of {', '.join(PRESETS)}; got {name!r}, did you mean "
             f"{nearest_key(name, PRESETS)}?"
         )
-    return dict(PRESETS[name].fields)
+    fields = {**PRESETS[name].fields, **given}
+    for section, keys in PRESETS[name].fields.items():
+        if isinstance(keys, Mapping) and isinstance(fields[section], Mapping):
+            fields[section] = {**keys, **fields[section]}
+    return fields
 
 
 class PresetConstructors(StrictModel):
@@ -221,7 +225,7 @@ class PresetConstructors(StrictModel):
     def from_preset(cls, name: str, **fields: object) -> Self:
         """The preset of that name, with other ``fields`` on top of it. Raises ``ValueError`` for an unknown
         name."""
-        return cls.model_validate({**preset_fields(name), **fields})
+        return cls.model_validate(preset_fields(name, fields))
 
     @classmethod
     def disabled(cls) -> Self:

@@ -10,13 +10,15 @@ from verl_rc.correction.batch import (
     require_finite,
 )
 from verl_rc.correction.context import SequenceContext
-from verl_rc.correction.correct import bounded
+from verl_rc.correction.correct import candidate_weights
+from verl_rc.correction.log_ratio import LogRatio
 from verl_rc.correction.metrics import Numbers, bound_for_acceptance
 from verl_rc.correction.statistics import CorrectionStatistics
 from verl_rc.tensor_ops.logprobs import interpolate_proximal
 
 __all__ = [
-    "bounded",
+    "LogRatio",
+    "candidate_weights",
     "CorrectionResult",
     "CorrectionStatistics",
     "NonFiniteLogProbError",

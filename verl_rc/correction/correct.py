@@ -65,6 +65,16 @@ def importance_weights(ratio: LogRatio, settings: WeightSettings) -> Weights:
     return Weights(logs, raw, bounded(raw, settings.threshold))
 
 
+def candidate_weights(ratio: LogRatio, settings: WeightSettings, candidates: Tensor) -> Tensor:
+    """float64 ``[b, t, c]``: the weights that tokens would have if the sampler had drawn one of c others in
+    their place, with the log-ratios ``candidates`` ``[b, t, c]``: these replace one term of the log-weight,
+    which is a sum, or for the level geometric a mean."""
+    terms = ratio.lengths.clamp(min=1)[:, None, None] if settings.level == "geometric" else 1
+    logs = importance_weights(ratio, settings).logs[..., None]
+    logs = logs + (candidates.double() - ratio.values.double()[..., None]) / terms
+    return bounded(bound_log_ratio(logs).exp(), settings.threshold)
+
+
 def bounded(weights: Tensor, threshold: Threshold) -> Tensor:
     """Truncation ``min(w, upper)`` (Ionides 2008), or the band of IcePop (arXiv:2510.18855): ``w`` where
     ``lower <= w <= upper``, else 0."""

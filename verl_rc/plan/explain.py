@@ -153,12 +153,14 @@ def _candidates(policy: PolicyPlan) -> Iterator[Row]:
     if policy.centering is None:
         return
     tail = "; all other tokens count as one" if policy.centering.tail == "proportional" else ""
-    ratio = "" if policy.mode == "bypass" else ", with a ratio of 1"
+    ratio, when = (
+        ("", "") if policy.mode == "bypass" else (", with a ratio of 1", ", in the first update of a step")
+    )
     yield (
         "v",
         f"the {policy.centering.top_k} tokens that π_roll finds most likely in the place of y{tail}. ℓ(v) is "
-        f"ℓ with v for y and the same A{ratio}: so the expected update is 0 where all advantages are equal "
-        "(arXiv:2609.20807)",
+        f"ℓ with v for y and the same A{ratio}: so the expected update is 0 where all "
+        f"advantages are equal{when} (arXiv:2609.20807)",
     )
 
 

@@ -38,11 +38,15 @@ def evaluate(services: Services, rollouts: RolloutBatch, step: Step) -> PolicyEv
             "sets: the trainer would score them over the whole vocabulary. Drop "
             "actor_rollout_ref.rollout.top_p, top_k and min_p."
         )
-    if step.mode.config.score_centering.enabled and rollouts.tokens.head_counts is None:
-        raise RuntimeError(
-            "the engines must report the most likely tokens beside each sampled one, but the step's samples "
-            "have none: drop algorithm.rollout_correction.score_centering, or use vLLM."
-        )
+    if step.mode.config.score_centering.enabled:
+        counts = rollouts.tokens.head_counts
+        missing = rollouts.response_mask if counts is None else rollouts.response_mask & (counts == 0)
+        if missing.any():
+            raise RuntimeError(
+                "the engines must report the most likely tokens beside each sampled one, but "
+                f"{int(missing.sum())} of the step's {int(rollouts.response_mask.sum())} sampled tokens have "
+                "none: drop algorithm.rollout_correction.score_centering, or use vLLM."
+            )
     proximal = _proximal_policy(services, rollouts, step)
     frozen = _frozen_policies(services, rollouts, step.record)
     values = None

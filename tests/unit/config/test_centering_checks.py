@@ -23,10 +23,21 @@ TEACHERS_LOSS = "distillation.distillation_loss"
         ([ON, "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"], "depends on no other token, got gspo"),
         (
             [ON, "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"],
-            "got kl_cov; pass one of vanilla, gpg",
+            "got kl_cov; pass actor_rollout_ref.actor.policy_loss.loss_mode of vanilla, gpg",
         ),
         ([ON, "actor_rollout_ref.actor.policy_loss.loss_mode=my:loss"], "got my:loss"),
-        (["correction=topr", f"{CENTERING}.enabled=True"], "got topr"),
+        (
+            ["correction=topr", f"{CENTERING}.enabled=True"],
+            "got algorithm.rollout_correction.loss_type=topr; pass loss_type=ppo_clip or reinforce",
+        ),
+        (
+            [ON, f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=0.5_5.0"],
+            "needs rules that reject whole rows, got",
+        ),
+        (
+            [ON, f"{CORRECTION}.bypass_mode=True", "actor_rollout_ref.actor.policy_loss.loss_mode=ipo"],
+            "would clip by; pass tail=none",
+        ),
         ([ON, "actor_rollout_ref.exact=True"], "is not proven with actor_rollout_ref.exact=True"),
         ([ON, *TEACHER, f"{TEACHERS_LOSS}.use_task_rewards=False"], "use_task_rewards=False turns off"),
         (
@@ -54,7 +65,8 @@ def test_losses_of_single_tokens_are_centered_in_both_modes(loss: str) -> None:
     needed = ["actor_rollout_ref.actor.policy_loss.dro_beta=0.1"] if loss == "dro" else []
     for mode in ("False", "True"):
         bypass = f"algorithm.rollout_correction.bypass_mode={mode}"
-        config = load_run_config([*sound_run(), ON, chosen, bypass, *needed])
+        tail = [f"{CENTERING}.tail=none"] if loss == "ipo" else []
+        config = load_run_config([*sound_run(), ON, chosen, bypass, *needed, *tail])
         assert config.algorithm.rollout_correction.head_tokens == 32
 
 

@@ -14,7 +14,7 @@ GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "presets.json").read
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_every_name_builds(name: str) -> None:
     assert RolloutCorrectionConfig.from_preset(name) == RolloutCorrectionConfig.model_validate(
-        preset_fields(name)
+        preset_fields(name, {})
     )
 
 
@@ -39,7 +39,7 @@ def test_names_of_december_2025_keep_their_veto() -> None:
 
 def test_an_unknown_name_names_the_nearest() -> None:
     with pytest.raises(ValueError, match="decoupled_seq_is"):
-        preset_fields("decoupled_seq_iss")
+        preset_fields("decoupled_seq_iss", {})
 
 
 @pytest.mark.parametrize(
@@ -66,3 +66,8 @@ def test_other_names(name: str, fields: dict[str, object]) -> None:
 def test_constructors_of_today_give_the_presets_of_their_names() -> None:
     for name in GOLDEN:
         assert getattr(RolloutCorrectionConfig, name)() == RolloutCorrectionConfig.from_preset(name)
+
+
+def test_a_key_of_a_section_leaves_the_preset_the_others() -> None:
+    chosen = RolloutCorrectionConfig.from_preset("score_centering", score_centering={"top_k": 8})
+    assert (chosen.score_centering.enabled, chosen.score_centering.top_k) == (True, 8)

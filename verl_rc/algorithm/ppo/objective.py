@@ -24,6 +24,7 @@ from verl_rc.algorithm.ppo.choices import distillation_loss_name, policy_loss_na
 from verl_rc.config.distillation import DistillationLossConfig
 from verl_rc.config.models import ActorConfig, CriticConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.correction import LogRatio, candidate_weights
 from verl_rc.metrics.mergeable import Mean
 from verl_rc.records.batches import CriticBatch, TokenScores, TrainBatch
 from verl_rc.records.heads import heads
@@ -80,12 +81,13 @@ def policy_objective(
         loss_of_tokens = resolve_policy_loss(policy_loss_name(config, correction))
         policy_loss, policy_metrics = loss_of_tokens(inputs)
         if correction.score_centering.enabled:
+            head = sampler_head(batch, current, correction)
             term, centering_metrics = centering_term(
                 loss_of_tokens,
                 inputs,
-                sampler_head(batch, current, correction),
+                head,
                 divides_by_rollout=correction.mode == "bypass",
-                token_weights=correction.token_weights,
+                weights=_weights_of_head(batch, current, head, correction),
             )
             policy_loss = policy_loss + term
             terms["rollout_corr/centering_loss"] = term.detach()
@@ -139,6 +141,17 @@ def sampler_head(batch: TrainBatch, current: TokenScores, correction: RolloutCor
     assert log_probs is not None
     head = SamplerHead(heads(counts, values)[1], log_probs)
     return head.with_tail() if correction.score_centering.tail == "proportional" else head
+
+
+def _weights_of_head(
+    batch: TrainBatch, current: TokenScores, head: SamplerHead, correction: RolloutCorrectionConfig
+) -> Tensor | None:
+    settings = correction.settings().weights
+    if settings is None or not correction.applies_weights:
+        return None
+    train = current.log_probs.detach() if correction.mode == "bypass" else batch.old_log_probs
+    ratio = LogRatio.from_log_probs(train, batch.rollout_log_probs, batch.comparable_mask)
+    return candidate_weights(ratio, settings, head.log_ratios)
 
 
 def _top_tokens(

@@ -344,9 +344,8 @@ def _apply_preset(tree: dict[str, Any]) -> None:
     if name is None:
         return
     try:
-        fields = preset_fields(str(name))
+        fields = preset_fields(str(name), section)
     except ValueError as error:
         raise ConfigError(f"{CORRECTION}.preset: {error}") from error
     # ``rollout_is`` is set even to its default, so that preset=disabled differs from no choice.
-    for leaf, value in {"rollout_is": None, **fields}.items():
-        section.setdefault(leaf, value)
+    section.update({"rollout_is": None, **fields})

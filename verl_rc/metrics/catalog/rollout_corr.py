@@ -153,8 +153,8 @@ _OUTCOME: tuple[tuple[str, str, Bounds | None], ...] = (
     ),
     (
         "centering_head_mass",
-        "mean over the loss mask and updates of the rollout policy's mass on the tokens that center the "
-        "loss; with score_centering, as the two below",
+        "mean over the loss mask and updates of the rollout policy's mass on the tokens that the engine "
+        "reports; with score_centering, as the two below",
         None,
     ),
     (
@@ -165,7 +165,7 @@ _OUTCOME: tuple[tuple[str, str, Bounds | None], ...] = (
     (
         "drift_norm",
         "mean over the loss mask and updates of the norm of (rollout − current probability) over these "
-        "tokens",
+        "tokens and, with tail=proportional, all others as one",
         None,
     ),
     ("skipped_updates", "updates skipped because no token of their mini-batch was kept", (0, 0)),

@@ -80,6 +80,7 @@ _DISTRIBUTION = tuple(
 OPEN_GROUP_KEYS = (
     *_DISTRIBUTION,
     "actor_rollout_ref.rollout.enable_rollout_routing_replay",
+    "algorithm.rollout_correction.score_centering.enabled",
     "actor_rollout_ref.rollout.multi_turn.enable",
     "actor_rollout_ref.rollout.multi_turn.tools",
     "actor_rollout_ref.rollout.multi_turn.format",

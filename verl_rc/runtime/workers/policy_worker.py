@@ -243,10 +243,10 @@ class PolicyWorker(Learner):
     def score(
         self, part: TrainBatch, with_entropy: bool = False, with_sum_pi_squared: bool = False
     ) -> TokenScores:
-        """Current log-probs of a micro-batch, with gradient; entropies too where the loss needs them, and
+        """Current log-probs of a micro-batch; entropies too where the loss needs them, and with a gradient
         log-probs of the teacher's or the sampler's most likely tokens where the loss reads them."""
-        candidate_ids = part.teacher_top_ids
-        if part.tokens.head_counts is not None:
+        candidate_ids = part.teacher_top_ids if torch.is_grad_enabled() else None
+        if part.tokens.head_counts is not None and torch.is_grad_enabled():
             assert part.tokens.head_ids is not None
             candidate_ids, _ = heads(part.tokens.head_counts, part.tokens.head_ids)
         return score_tokens(

@@ -11,7 +11,7 @@ from verl_rc.algorithm.losses import (
     resolve_policy_loss,
 )
 from verl_rc.algorithm.losses.centering import SamplerHead, centering_term
-from verl_rc.config.algorithms import POLICY_LOSSES
+from verl_rc.config.algorithms import POLICY_LOSSES, LossOptions
 from verl_rc.config.rejection_rules import Threshold
 
 V = 9
@@ -26,6 +26,13 @@ Q = (LOGITS + 0.7 * torch.randn(V, generator=GENERATOR, dtype=torch.float64)).lo
 BAND, TRUNCATED = Threshold(5.0, lower=0.5), Threshold(upper=1.5)
 
 
+def weights_of(log_ratios: Tensor, bounds: Threshold) -> Tensor:
+    raw = log_ratios.exp()
+    if bounds.lower is None:
+        return raw.clamp(max=bounds.upper)
+    return raw.where((raw >= bounds.lower) & (raw <= bounds.upper), 0)
+
+
 def drift(
     loss: str,
     advantage: float,
@@ -34,20 +41,18 @@ def drift(
     in_bypass: bool = True,
     weights: Threshold | None = None,
     tail: bool = True,
+    penalty: float = 0.0,
 ) -> Tensor:
     """The expected gradient of the logits, [V], over tokens from the sampler, all with one advantage; without
     centering where ``top_k`` is None."""
     total = torch.zeros(V, dtype=torch.float64)
+    parameters = LossOptions(dro_beta=penalty or None, kl_tau=penalty)
     ids = Q.topk(top_k or 1).indices
     for token in range(V):
         logits = LOGITS.clone().requires_grad_()
         p = logits.log_softmax(0)
         old = Q if in_bypass else p.detach()
-        raw = (p.detach() - Q).exp()
-        w = None
-        if weights is not None:
-            w = raw.clamp(max=weights.upper)
-            w = w if weights.lower is None else raw.where((raw >= weights.lower) & (raw <= weights.upper), 0)
+        w = None if weights is None else weights_of(p.detach() - Q, weights)
         one = torch.ones(1, 1, dtype=torch.bool)
         inputs = clean_policy_loss_inputs(
             PolicyLossInputs(
@@ -58,6 +63,7 @@ def drift(
                 response_mask=one,
                 denominator_mask=one,
                 rollout_is_weights=None if w is None else w[token].view(1, 1),
+                parameters=parameters,
                 aggregation=Aggregation("token-mean", num_tokens=1, num_sequences=1),
             )
         )
@@ -65,13 +71,9 @@ def drift(
         value, _ = function(inputs)
         if top_k is not None:
             head = SamplerHead(Q[ids].view(1, 1, -1), p[ids].view(1, 1, -1))
-            term, _ = centering_term(
-                function,
-                inputs,
-                head.with_tail() if tail else head,
-                divides_by_rollout=in_bypass,
-                token_weights=weights,
-            )
+            head = head.with_tail() if tail else head
+            of_head = None if weights is None else weights_of(head.log_ratios, weights)
+            term, _ = centering_term(function, inputs, head, divides_by_rollout=in_bypass, weights=of_head)
             value = value + term
         (gradient,) = torch.autograd.grad(value, logits)
         total += Q[token].exp() * gradient
@@ -87,6 +89,19 @@ def test_over_the_whole_vocabulary_the_drift_is_0(
 ) -> None:
     options = {"in_bypass": in_bypass, "weights": weights}
     assert drift(loss, advantage, V, **options).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("loss", ["ipo", "dro"])
+def test_a_penalty_without_an_advantage_is_not_centered(loss: str) -> None:
+    """Without advantages nothing is left but the gradient of the penalty: of τ (log r)², and β/2 (log r)²."""
+    expected = torch.zeros(V, dtype=torch.float64)
+    for token in range(V):
+        logits = LOGITS.clone().requires_grad_()
+        log_ratio = logits.log_softmax(0)[token] - Q[token]
+        share = (0.1 if loss == "ipo" else 0.05) * log_ratio.square()
+        expected += Q[token].exp() * torch.autograd.grad(share, logits)[0]
+    assert expected.abs().max() > 0.005
+    torch.testing.assert_close(drift(loss, 0.0, V, penalty=0.1), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("advantage", [-1.3, 0.8])
@@ -132,12 +147,13 @@ def test_the_two_policies_being_one_centering_changes_nothing() -> None:
     )
     head = SamplerHead(p[:3].detach().view(1, 1, -1), p[:3].view(1, 1, -1)).with_tail()
     term, metrics = centering_term(
-        resolve_policy_loss("reinforce"), inputs, head, divides_by_rollout=True, token_weights=None
+        resolve_policy_loss("reinforce"), inputs, head, divides_by_rollout=True, weights=None
     )
     (gradient,) = torch.autograd.grad(term, logits)
     assert gradient.abs().max() < 1e-15
     assert float(metrics["rollout_corr/drift_norm"].value) < 1e-15
-    assert float(metrics["rollout_corr/centering_head_mass"].value) == pytest.approx(1.0)
+    head_mass = float(p.detach()[:3].exp().sum())
+    assert float(metrics["rollout_corr/centering_head_mass"].value) == pytest.approx(head_mass)
 
 
 def test_tokens_outside_the_loss_and_missing_heads_add_nothing() -> None:
@@ -159,7 +175,7 @@ def test_tokens_outside_the_loss_and_missing_heads_add_nothing() -> None:
         inputs,
         SamplerHead(q, candidates),
         divides_by_rollout=True,
-        token_weights=None,
+        weights=None,
     )
     term.backward()
     assert candidates.grad is not None

@@ -448,13 +448,32 @@ def loss_of_token(config: RolloutCorrectionConfig, advantage: float, log_prob: f
     return min(loss, -3.0 * advantage) if advantage < 0 else loss
 
 
+def weight_of_other(
+    config: RolloutCorrectionConfig, gaps: list[float], place: int, log_ratio: float
+) -> float:
+    """The weight of a token in a row of these log-ratios, with another token of this one in its place."""
+    terms = [*gaps[:place], log_ratio, *gaps[place + 1 :]]
+    weight = {
+        None: lambda: 1.0,
+        "token": lambda: math.exp(log_ratio),
+        "prefix": lambda: math.exp(math.fsum(terms[: place + 1])),
+        "turn": lambda: math.exp(math.fsum(terms)),
+        "sequence": lambda: math.exp(math.fsum(terms)),
+        "geometric": lambda: math.exp(math.fsum(terms) / len(terms)),
+    }[config.rollout_is]()
+    if config.rollout_is_threshold == "0.5_5.0":
+        return weight if 0.5 <= weight <= 5 else 0.0
+    return min(weight, 2.0)
+
+
 @pytest.mark.parametrize("tail", ["proportional", "none"])
 @pytest.mark.parametrize(
     "fields",
     [
         {},
         {"rollout_is": "token"},
-        {"rollout_is": "sequence"},
+        *({"rollout_is": level} for level in ("prefix", "turn", "sequence", "geometric")),
+        {"rollout_is": "sequence", "rollout_is_threshold": "0.5_5.0"},
         {"bypass_mode": True},
         {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token"},
         {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "sequence"},
@@ -481,6 +500,9 @@ def test_a_centered_loss_is_that_of_the_token_less_those_of_the_head(
     assert weights is not None
     if config.rollout_is is None:
         batch.rollout_is_weights = None
+    batch.rollout_log_probs = batch.old_log_probs - 0.2 * torch.randn(6, 7, generator=generator)
+    train = log_probs.detach() if config.mode == "bypass" else batch.old_log_probs
+    gaps = (train - batch.rollout_log_probs).double()
 
     def expected(candidates: Tensor, at: Tensor) -> float:
         """Ratios and weights of candidates are constants ``at`` the policy before a change of it."""
@@ -502,7 +524,7 @@ def test_a_centered_loss_is_that_of_the_token_less_those_of_the_head(
                 if min(masses) > 1e-6:
                     head.append((math.log(masses[0]), math.log(masses[1]), math.log(masses[2])))
             for q, p, p0 in head:
-                weight = min(math.exp(p0 - q), 2.0) if config.token_weights is not None else own
+                weight = weight_of_other(config, gaps[row, : LENGTHS[row]].tolist(), column, p0 - q)
                 old = q if config.mode == "bypass" else p0
                 total -= math.exp(q) * weight * loss_of_token(config, advantage, p, old)
         return total / int(batch.response_mask.sum())

@@ -569,7 +569,7 @@ def a_loss_that_is_centered():
     found = {name: float(one.value) for name, one in objective.averages.items()}
     found["rollout_corr/centering_loss"] = float(objective.terms["rollout_corr/centering_loss"])
     expected = {
-        "rollout_corr/centering_head_mass": 1,
+        "rollout_corr/centering_head_mass": 3 / 4,
         "rollout_corr/drift_norm": math.sqrt(1 / 16 + 1 / 16),
         "rollout_corr/centering_loss": 2 * (1 / 2 * -2 * LN2 + 1 / 4 * -2 * LN2 + 1 / 4 * -LN2),
     }

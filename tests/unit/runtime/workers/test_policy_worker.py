@@ -99,6 +99,7 @@ def test_a_centered_loss_is_the_same_in_parts_and_padded(
 
 def test_what_centering_adds_to_the_gradient_is_that_of_whole_distributions(worker: PolicyWorker) -> None:
     """A (Σ q log p + (1 - Q) log(1 - P)) over the head, from all logits of the model, row by row."""
+    worker._actor = worker._actor.model_copy(update={"loss_agg_mode": "token-mean"})
     batch = make_train_batch(LENGTHS)
     batch.rollout_is_weights = None
     add_heads(batch, VOCABULARY)
