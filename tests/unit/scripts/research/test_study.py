@@ -123,6 +123,15 @@ def test_the_runs_that_are_kept_can_be_run_again(results: Path) -> None:
     places = ["actor_rollout_ref.model.path=m", "data.train_files=t", "data.val_files=v"]
     tried = set[str]()
     for run in runs:
-        if not set(run.overrides[:-1]) <= tried:  # the last one is the seed
-            load_run_config([*run.overrides, *places])
-            tried.update(run.overrides)
+        chosen = {run.recipe, *run.overrides[:-1]}  # the last one is the seed
+        if not chosen <= tried:
+            load_run_config([*arguments_of_run(run), *places])
+            tried |= chosen
+
+
+def arguments_of_run(run: Run) -> list[str]:
+    if not run.recipe:
+        return run.overrides
+    *variables, recipe = run.recipe.split()
+    named = dict(variable.split("=", 1) for variable in variables)
+    return arguments_of(ROOT / recipe, *run.overrides, **named)[2:]
