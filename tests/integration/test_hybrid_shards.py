@@ -35,8 +35,8 @@ def updated(
     """Numbers of one rank after an update of two micro-batches, some of them empty, from the checkpoint
     ``loaded``; it is ``saved``."""
     options, groups_of = (*options, f"{SIZE}={size}"), RANKS if size == -1 else size
+    from verl_rc.algorithm.ppo.corrector import corrector_of
     from verl_rc.algorithm.ppo.mini_batches import MiniBatch
-    from verl_rc.algorithm.ppo.modes import correction_mode
     from verl_rc.config.rollout_correction import RolloutCorrectionConfig
     from verl_rc.runtime.distributed.process_group import RankAddress
     from verl_rc.runtime.workers.policy_worker import PolicyWorker
@@ -53,7 +53,7 @@ def updated(
     counted = batch.response_mask.sum(-1)
     micro_batches = [[[0], [1, 2]], [[3], [4]], [[5], []], [[], [6, 7]]][rank]
     share = MiniBatch(micro_batches, int(counted.sum()), len(LENGTHS), int(batch.loss_mask.sum()))
-    request = UpdateRequest(correction_mode(RolloutCorrectionConfig()), 0)
+    request = UpdateRequest(corrector_of(RolloutCorrectionConfig()), 0)
     report = worker.update(ragged(batch), [share], request)
     module, weights = worker.model.module, worker._sender._weights
     # A key bias shifts all scores of a query alike: its gradient is 0 but for rounding, which Adam's first

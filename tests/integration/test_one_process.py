@@ -9,8 +9,8 @@ from small_checkpoints import whole
 from small_models import make_train_batch, ragged, scored, small_run_config, write_small_model
 from two_processes import free_port, run_ranks
 
+from verl_rc.algorithm.ppo.corrector import corrector_of
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
-from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.records.batches import CriticBatch
 from verl_rc.runtime.checkpoint import load_full_state_dict
@@ -81,7 +81,7 @@ def trained(rank: int, workers: dict[str, Any], folder: Path) -> dict[str, Any]:
         if "critic" in workers:
             workers["critic"].update(ragged(values), [MiniBatch(OWN_ROWS[rank], *counts)])
         if "actor" in workers:
-            request = UpdateRequest(correction_mode(RolloutCorrectionConfig()), 0)
+            request = UpdateRequest(corrector_of(RolloutCorrectionConfig()), 0)
             workers["actor"].update(ragged(batch), [MiniBatch(SHARED_ROWS, *counts)], request)
         if step == 0:
             for role in [

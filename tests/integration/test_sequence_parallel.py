@@ -12,8 +12,8 @@ from small_checkpoints import whole
 from small_models import add_supports, make_train_batch, ragged, scored, small_run_config, write_small_model
 from two_processes import free_port, run_ranks
 
+from verl_rc.algorithm.ppo.corrector import corrector_of
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
-from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.config.distillation import DistillationLossConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.metrics import reduce_metrics
@@ -157,7 +157,7 @@ def actor_numbers(worker: PolicyWorker, micro_batches: list[list[int]], correcti
             worker._distillation = DistillationLossConfig(loss_mode="forward_kl_topk", topk=3)
             batch.teacher_log_probs = batch.reference_log_probs
             add_top_tokens(batch, worker.model.module.config.vocab_size)
-        correction = correction_mode(worker._correction).during_update(0, 1, worker._ranks)
+        correction = corrector_of(worker._correction).during_update(0, 1, worker._ranks)
         totals = ObjectiveTotals("actor")
         share = share_of(batch, micro_batches)
         worker.accumulate(ragged(batch), share, totals, correction)

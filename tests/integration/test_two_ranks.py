@@ -74,8 +74,8 @@ Gradients = dict[tuple[str, str], torch.Tensor]
 def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gradients:
     """Whole gradients under every correction and aggregation mode, and what an update changes, as one of the
     ranks knows them."""
+    from verl_rc.algorithm.ppo.corrector import corrector_of
     from verl_rc.algorithm.ppo.mini_batches import MiniBatch
-    from verl_rc.algorithm.ppo.modes import correction_mode
     from verl_rc.config.models import PolicyLossConfig
     from verl_rc.config.rollout_correction import RolloutCorrectionConfig
     from verl_rc.runtime.distributed.process_group import RankAddress
@@ -113,7 +113,7 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
             worker._actor = worker._actor.model_copy(
                 update={"loss_agg_mode": mode, "policy_loss": policy_loss}
             )
-            correction = correction_mode(worker._correction).during_update(0, 1, worker._ranks)
+            correction = corrector_of(worker._correction).during_update(0, 1, worker._ranks)
             worker.accumulate(ragged(batch), share, ObjectiveTotals("actor"), correction)
             found[name, mode] = flat(p.grad.full_tensor() for p in worker.model.module.parameters())  # type: ignore[union-attr]
             worker.model.optimizer.zero_grad()
@@ -122,7 +122,7 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
     # step blows up.
     moved = [p for name, p in worker.model.module.named_parameters() if not name.endswith("k_proj.bias")]
     before = flat(p.full_tensor() for p in moved)  # type: ignore[attr-defined]
-    worker.update(ragged(batch), [share], UpdateRequest(correction_mode(worker._correction), 0))
+    worker.update(ragged(batch), [share], UpdateRequest(corrector_of(worker._correction), 0))
     found["adamw", "step"] = flat(p.full_tensor() for p in moved) - before  # type: ignore[attr-defined]
     worker.close()
     return found

@@ -52,7 +52,8 @@ class SequenceContext:
         return torch.where(response, self.current_version - _per_token(self.policy_versions), 0)
 
     def check(self, train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> None:
-        """Raise ``ValueError`` unless all three and every fact have one shape ``[B, T]``."""
+        """Raise ``ValueError`` unless all three have one shape ``[B, T]``, and every fact that shape or
+        ``[B]``."""
         shape = train_log_probs.shape
         if not shape == rollout_log_probs.shape == response_mask.shape or len(shape) != 2:
             raise ValueError(

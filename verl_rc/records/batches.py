@@ -2,8 +2,8 @@
 
 Symbols: ``B`` sequences (prompts x samples per prompt), ``P`` padded prompt width (padding left), ``R``
 padded response width (padding right), ``W`` numbers and ``C`` candidates beside each token; of the lists
-beside a row's tokens, padded on the right, ``K`` token ids that a filter left and ``E`` experts. Log-probs
-are in nats; the log-prob at response position t is that *of* response token t.
+beside a row's tokens, padded on the right, ``K`` token ids that a filter left, ``E`` experts and ``H``
+numbers of heads. Log-probs are in nats; the log-prob at response position t is that *of* response token t.
 
 The configuration decides whether an optional field is there, and the docstring of the field says by which
 options. Records are tensordict tensorclasses: they index by rows, concatenate, and
@@ -119,18 +119,19 @@ class TokenBatch(TensorClass):
     experts_counts: Tensor | None = None
     """int64 ``[B, R]``: number of ``experts_ids`` of each token that the policy produced; 0 where they are
     not recorded, and for all other tokens. There with ``rollout.enable_rollout_routing_replay``, for the
-    actor alone: see ``without_experts``."""
+    actor alone: see ``without``."""
     experts_ids: Tensor | None = None
     """uint8 ``[B, E]``, padding on the right: the experts of all layers at each position of the row that the
-    engine computed. A token has those of the positions that no token before it has, up to the position that
-    predicts it; the first token has those of the prompt. There with ``experts_counts``."""
+    engine computed. The first token has those of the prompt, each other one those of the tokens since the
+    one sampled before it. There with ``experts_counts``."""
     head_counts: Tensor | None = None
-    """int64 ``[B, R]``: number of ``head_ids`` of each token that the policy produced; 0 where they are not
-    recorded, and for all other tokens. There with ``RolloutCorrectionConfig.score_centering``, for the
-    actor's update alone: see ``without``."""
+    """int64 ``[B, R]``: how many of ``head_ids`` belong to each token that the policy produced, two for each
+    token of its head; 0 where none is recorded, and for all other tokens. There with
+    ``RolloutCorrectionConfig.score_centering``, for the actor's update alone: see ``without``."""
     head_ids: Tensor | None = None
-    """int32 ``[B, H]``, padding on the right: the sampler's most likely tokens in each token's place, and
-    their log-probs; see ``verl_rc.records.heads``. There with ``head_counts``."""
+    """int32 ``[B, H]``, padding on the right: for each token the ids of the sampler's most likely tokens in
+    its place, then the bits of their log-probs; read by ``verl_rc.records.heads``. There with
+    ``head_counts``."""
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""
@@ -202,7 +203,7 @@ class PolicyEvaluations(TensorClass):
 
     proximal_log_probs: Tensor | None = None
     """float32 ``[B, R]``: log-prob under the proximal policy (the trainer before its first update of the
-    step). There where the mode of correction evaluates it: ``verl_rc.algorithm.ppo.modes``."""
+    step). There where the mode of correction evaluates it: ``verl_rc.algorithm.ppo.corrector``."""
     entropies: Tensor | None = None
     """float32 ``[B, R]``: entropy of the proximal policy's distribution at each token, nats. There with
     ``proximal_log_probs``."""

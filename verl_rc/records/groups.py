@@ -1,4 +1,4 @@
-"""Groups of an asynchronous run: a prompt with its samples, each a list of parts and answers.
+"""Groups of a run: a prompt with its samples, each a list of parts and answers.
 
 A part is what one request sampled under one version of the weights. After an environment's answer, an update
 of the weights, a lost engine or a resumed run, a sample continues from its tokens so far.

@@ -14,7 +14,7 @@ from verl_rc.trainer.services import Services
 from verl_rc.trainer.step_record import Step
 
 
-def judge(services: Services, before: Findings, measured: Measured | None, step: Step) -> Findings:
+def record_and_judge(services: Services, before: Findings, measured: Measured | None, step: Step) -> Findings:
     """Record what rollout correction measured in the step, and judge it; returns the findings ``before``
     where it measured nothing.
 
@@ -51,7 +51,7 @@ def record_correction(step: Step, statistics: CorrectionStatistics) -> None:
 
     Raises ``NonFiniteLogProbError`` when too many log-probs are not finite.
     """
-    config, record = step.mode.config, step.record
+    config, record = step.corrector.config, step.record
     require_finite(statistics.nonfinite_fraction, config)
     record.add(statistics.metrics(config))
     if config.diagnostics == "full":

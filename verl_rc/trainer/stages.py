@@ -38,7 +38,7 @@ def evaluate(services: Services, rollouts: RolloutBatch, step: Step) -> PolicyEv
             "sets: the trainer would score them over the whole vocabulary. Drop "
             "actor_rollout_ref.rollout.top_p, top_k and min_p."
         )
-    if step.mode.config.score_centering.enabled:
+    if step.corrector.config.score_centering.enabled:
         counts = rollouts.tokens.head_counts
         missing = rollouts.response_mask if counts is None else rollouts.response_mask & (counts == 0)
         if missing.any():
@@ -95,7 +95,7 @@ def _proximal_policy(services: Services, rollouts: RolloutBatch, step: Step) -> 
     Raises ``InexactError`` when they differ from the engine's in exact mode.
     """
     policy = services.config.actor_rollout_ref
-    is_read = step.mode.evaluates_proximal(step.number)
+    is_read = step.corrector.evaluates_proximal(step.number)
     if not is_read and not policy.exact:
         return {}
     scores = step.record.timed(
@@ -126,7 +126,7 @@ def correct(
             scored,
             evaluations,
             config.algorithm,
-            step.mode,
+            step.corrector,
             step.control.kl_coef,
             step.number - 1,
             config.async_training.max_token_age,
@@ -179,11 +179,11 @@ def update_actor(services: Services, gap_limit: float | None, batch: TrainBatch,
         epochs=actor.ppo_epochs,
         shuffle=actor.shuffle,
         seed=request_seed({"seed": services.config.trainer.seed, "step": step.number}),
-        denominator=step.mode.config.rejection_denominator,
+        denominator=step.corrector.config.rejection_denominator,
     )
     is_limited = services.config.async_training.is_synchronous
     request = UpdateRequest(
-        step.mode,
+        step.corrector,
         policy_version=step.number - 1,
         gap_limit=services.gap_limit.fault(gap_limit) if is_limited else None,
         measures_survival=services.is_due(rollout.sync_proof.survival_freq, step.number),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from verl_rc.algorithm.ppo.control import Control
-from verl_rc.algorithm.ppo.modes import Mode, correction_mode
+from verl_rc.algorithm.ppo.corrector import Corrector, corrector_of
 from verl_rc.algorithm.supply.ledger import Ledger
 from verl_rc.config.run import RunConfig
 from verl_rc.metrics import Metric, reduce_metrics
@@ -37,8 +37,8 @@ class Step:
     """Number of the step, from 1: the version of the weights after it."""
     control: Control
     """The adaptive numbers in force."""
-    mode: Mode
-    """The mode of rollout correction, with the threshold in force."""
+    corrector: Corrector
+    """Who corrects, by the configuration with the threshold in force."""
     record: "StepRecord"
     """The measurements of the step."""
 
@@ -47,8 +47,8 @@ class Step:
         """The step that follows ``state``; its clock begins."""
         control = Control.from_config(config.algorithm, state.control)
         correction = control.correction(config.algorithm.rollout_correction)
-        mode = correction_mode(correction, by_age=not config.async_training.is_synchronous)
-        return cls(state.step + 1, control, mode, StepRecord())
+        corrector = corrector_of(correction, by_age=not config.async_training.is_synchronous)
+        return cls(state.step + 1, control, corrector, StepRecord())
 
 
 @dataclass(frozen=True)

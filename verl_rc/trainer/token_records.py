@@ -123,7 +123,7 @@ class TokenRecorder:
         return TokenRecord(
             {
                 **self._facts,
-                "correction": step.mode.config.model_dump(mode="json"),
+                "correction": step.corrector.config.model_dump(mode="json"),
                 "step": step.number,
                 "why": why,
                 "current_version": step.number - 1,

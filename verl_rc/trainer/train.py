@@ -14,7 +14,8 @@
                   │
                validate, finish ─> metrics, checkpoint   testing, save_checkpoint
 
-The words on the right are those of ``timing_s/*``.
+The words on the right are those of ``timing_s/*``. While ranks compute, from evaluate to update, the driver
+scores and replaces the groups that end meanwhile; their errors surface there.
 """
 
 from concurrent.futures import Future
@@ -32,9 +33,9 @@ from verl_rc.config.folder_owner import OWNER_FILE
 from verl_rc.config.run import RunConfig
 from verl_rc.runtime.checkpoint import RunState
 from verl_rc.trainer import checkpoints, guards, stages
-from verl_rc.trainer.cluster.remote import beside_ranks
+from verl_rc.trainer.cluster.remote import while_ranks_compute
 from verl_rc.trainer.evaluate import validate
-from verl_rc.trainer.judge import judge, warn_of_ranges
+from verl_rc.trainer.judge import record_and_judge, warn_of_ranges
 from verl_rc.trainer.log import log
 from verl_rc.trainer.report_at_end import draw_curves, report_at_end
 from verl_rc.trainer.services import Services
@@ -71,21 +72,22 @@ def train(services: Services, state: RunState) -> RunState:
     while state.step < services.total_steps:
         step = Step.after(state, config)
         scored = supply.take(step.number, step.record)
-        with beside_ranks(supply.decide_ended_groups):
+        with while_ranks_compute(supply.decide_ended_groups):
             evaluations = stages.evaluate(services, scored.rollouts, step)
             inputs = stages.correct(services, scored, evaluations, step)
             before = Findings(state.rollout_gap_limit, state.health)
-            findings = judge(services, before, inputs.measured, step)
+            # Of what the driver measured. Where the actor corrects, ``update`` judges what it measured.
+            findings = record_and_judge(services, before, inputs.measured, step)
             rewards = state.rewards.with_scores(scored.scores, trainer.alerts.reward_window)
-            updated = Updated(findings, state.left_out)
+            outcome = Outcome(findings, state.left_out)
             if services.guards.decide_update(rewards, inputs, findings, step):
-                updated = update(services, updated, inputs, step)
+                outcome = update(services, outcome, inputs, step)
         if services.is_due(config.async_training.trigger_parameter_sync_step, step.number):
             supply.publish(step.number, step.record)
         if services.is_due(trainer.test_freq, step.number):
             last_accuracy = validate(services, publisher, step.record, step.number)
         supply.admit(step.record)
-        health = warn_of_ranges(services.tracker, updated.findings.health, step)
+        health = warn_of_ranges(services.tracker, outcome.findings.health, step)
         recorder.write(inputs, step)
         control = step.control.after_penalty(inputs.reward_kl, len(scored))
         state = replace(
@@ -93,10 +95,10 @@ def train(services: Services, state: RunState) -> RunState:
             step=step.number,
             supply=supply.close_step(step.number, step.record),
             prompts=services.prompts.state_dict(),
-            control=control.after_correction(inputs.measured or updated.measured).state,
-            rollout_gap_limit=updated.findings.next_gap_limit,
+            control=control.after_correction(inputs.measured or outcome.measured).state,
+            rollout_gap_limit=outcome.findings.next_gap_limit,
             canary_gap_limit=publisher.canary_gap_limit,
-            left_out=updated.left_out,
+            left_out=outcome.left_out,
             rewards=rewards,
             health=health,
         )
@@ -114,8 +116,8 @@ def train(services: Services, state: RunState) -> RunState:
 
 
 @dataclass(frozen=True)
-class Updated:
-    """The state of a step after its updates."""
+class Outcome:
+    """What a step found and left out."""
 
     findings: Findings
     left_out: LeftOutUpdates
@@ -123,7 +125,7 @@ class Updated:
     """The measurements of rollout correction in the actor. None where the driver corrects."""
 
 
-def update(services: Services, before: Updated, inputs: StepInputs, step: Step) -> Updated:
+def update(services: Services, before: Outcome, inputs: StepInputs, step: Step) -> Outcome:
     """Update the critic, and the actor once the critic's warm-up is over."""
     left_out, critic_steps = before.left_out, stages.update_critic(services, inputs, step)
     nonfinite = count_nonfinite_updates(left_out.nonfinite_critic, "critic", critic_steps)
@@ -137,10 +139,10 @@ def update(services: Services, before: Updated, inputs: StepInputs, step: Step) 
         skipped=count_skipped_updates(left_out.skipped, report.loss_tokens),
         nonfinite_actor=count_nonfinite_updates(left_out.nonfinite_actor, "actor", report.steps),
     )
-    findings = judge(services, before.findings, report.measured, step)
+    findings = record_and_judge(services, before.findings, report.measured, step)
     if report.measured is not None:
-        services.guards.act(findings, step)
-    return Updated(findings, left_out, report.measured)
+        services.guards.act(findings, step)  # too late to skip this update: it alerts, or ends the run
+    return Outcome(findings, left_out, report.measured)
 
 
 def finish_step(services: Services, state: RunState, record: StepRecord) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from verl_rc.algorithm.losses import Aggregation
 from verl_rc.algorithm.ppo.in_actor import corrected_current, loss_counts, with_interpolated_proximal
 from verl_rc.algorithm.ppo.mini_batches import plan_mini_batches
-from verl_rc.algorithm.ppo.modes import correction_mode
+from verl_rc.algorithm.ppo.corrector import corrector_of
 from verl_rc.algorithm.ppo.objective import policy_objective
 from verl_rc.algorithm.ppo.train_batch import StepInputs, build_train_batch
 from verl_rc.config.checks import check_run
@@ -130,9 +130,9 @@ def step_inputs(config: RunConfig, inputs: Inputs = INPUTS) -> StepInputs:
     evaluations, algorithm = inputs.evaluations.clone(), config.algorithm
     if algorithm.rollout_correction.mode != "decoupled":
         evaluations.proximal_log_probs = None
-    mode = correction_mode(algorithm.rollout_correction)
+    corrector = corrector_of(algorithm.rollout_correction)
     return build_train_batch(
-        inputs.scored, evaluations, algorithm, mode, algorithm.kl_ctrl.kl_coef, current_version=0
+        inputs.scored, evaluations, algorithm, corrector, algorithm.kl_ctrl.kl_coef, current_version=0
     )
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from verl_rc.algorithm.losses import Aggregation
+from verl_rc.algorithm.ppo.corrector import corrector_of
 from verl_rc.algorithm.ppo.in_actor import MiniBatchCorrection, OverRanks
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
-from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.algorithm.ppo.objective import policy_objective
 from verl_rc.config.rollout_correction import WEIGHT_LEVELS, RolloutCorrectionConfig
 from verl_rc.correction import bound_for_acceptance, compute_rollout_correction
@@ -81,7 +81,7 @@ def corrected_losses(
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_the_actor_reads_its_statistics_and_its_counts_once_a_mini_batch(case: dict[str, Any]) -> None:
     batch, config, log_probs = case_batch(case), case_config(case), torch.tensor(case["log_probs"])
-    correction = correction_mode(config).during_update(0, 1, ONE_RANK)
+    correction = corrector_of(config).during_update(0, 1, ONE_RANK)
     with HostReads() as reads:
         corrected_losses(batch, log_probs, config, correction)
         assert not reads.places
@@ -94,7 +94,7 @@ def test_micro_batches_are_corrected_without_a_wait_for_the_device(case: dict[st
     config = case_config(case)
     with FakeTensorMode():
         batch, log_probs = case_batch(case), torch.tensor(case["log_probs"])
-        correction = correction_mode(config).during_update(0, 1, ONE_RANK)
+        correction = corrector_of(config).during_update(0, 1, ONE_RANK)
         corrected_losses(batch, log_probs, config, correction)
         with pytest.raises(DataDependentOutputException):
             correction.end_mini_batch(SHARE, num_updates=0)  # the announced copy

@@ -16,7 +16,7 @@ from small_models import small_run_config
 
 from verl_rc.algorithm.losses import Aggregation
 from verl_rc.algorithm.ppo.control import Control
-from verl_rc.algorithm.ppo.modes import correction_mode
+from verl_rc.algorithm.ppo.corrector import corrector_of
 from verl_rc.algorithm.ppo.objective import policy_objective
 from verl_rc.algorithm.ppo.train_batch import build_train_batch
 from verl_rc.config.algorithm import AlgorithmConfig
@@ -199,7 +199,7 @@ def train_on(
             ScoredBatch(rollouts, scores),
             evaluations,
             algorithm,
-            correction_mode(config),
+            corrector_of(config),
             kl_coef=0.0,
             current_version=0,
         ).batch
@@ -341,7 +341,7 @@ def test_a_target_acceptance_moves_the_next_steps_threshold(rule: str) -> None:
         algorithm = AlgorithmConfig(adv_estimator="grpo", rollout_correction=config)
         control, (rollouts, evaluations, scores) = Control.from_config(algorithm), FINITE
         for _ in range(2):
-            mode = correction_mode(control.correction(config))
+            mode = corrector_of(control.correction(config))
             step = build_train_batch(ScoredBatch(rollouts, scores), evaluations, algorithm, mode, 0.0, 0)
             control = control.after_correction(step.measured)
         outcomes.add(step.batch.loss_mask.numpy().tobytes())

@@ -23,7 +23,7 @@ from verl_rc.records.fingerprints import TokensChangedError, fingerprints
 from verl_rc.runtime.checkpoint import RunState
 from verl_rc.runtime.weight_sync.proof import GapLimit, LogProbGap
 from verl_rc.trainer.guards import Guards, withhold
-from verl_rc.trainer.judge import judge, warn_of_ranges
+from verl_rc.trainer.judge import record_and_judge, warn_of_ranges
 from verl_rc.trainer.services import Services
 from verl_rc.trainer.step_record import Step, StepRecord
 from verl_rc.trainer.stop import StoppedByAlertError, StopRequest
@@ -128,7 +128,7 @@ def judged(run: Any, state: RunState, statistics: MagicMock) -> Findings:
         patch.object(LogProbGap, "from_statistics", return_value=LogProbGap(0.0, 0.0)),
     ):
         step = Step.after(state, run.config)
-        return judge(cast(Services, run), before, Measured(statistics, statistics), step)
+        return record_and_judge(cast(Services, run), before, Measured(statistics, statistics), step)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from formula_run import live
 from planned_runs import EMPTY_ROW, INPUTS, ROWS, config_of, step_inputs
 
 from verl_rc.algorithm.ppo.control import Control
-from verl_rc.algorithm.ppo.modes import correction_mode
+from verl_rc.algorithm.ppo.corrector import corrector_of
 from verl_rc.config.run import RunConfig
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.records.batches import PolicyEvaluations
@@ -207,7 +207,7 @@ def recorded(
         stop_token_ids=stops,
         saves_at=lambda step: False,
     )
-    mode = correction_mode(config.algorithm.rollout_correction)
+    mode = corrector_of(config.algorithm.rollout_correction)
     if config.algorithm.rollout_correction.mode != "decoupled":
         evaluations = PolicyEvaluations(batch_size=evaluations.batch_size)
     inputs = step_inputs(config, dataclasses.replace(INPUTS, scored=scored, evaluations=evaluations))

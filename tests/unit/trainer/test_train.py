@@ -101,11 +101,11 @@ class CorrectingActor(World):
         self.thresholds: list[float] = []
 
     def update(self, batch: Any, mini_batches: Any, limit: Any, request: Any) -> Any:
-        self.thresholds.append(request.mode.config.rollout_rs_threshold)
+        self.thresholds.append(request.corrector.config.rollout_rs_threshold)
         answer = super().update(batch, mini_batches, limit, request)
-        if request.mode.config.mode == "decoupled":
+        if request.corrector.config.mode == "decoupled":
             return answer
-        rollout, mask, config = batch.rollout_log_probs, batch.response_mask, request.mode.config
+        rollout, mask, config = batch.rollout_log_probs, batch.response_mask, request.corrector.config
         measured = Measured(
             measure(rollout + 0.3, rollout, mask, config), measure(rollout + 0.01, rollout, mask, config)
         )

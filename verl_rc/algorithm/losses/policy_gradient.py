@@ -22,7 +22,7 @@ def gpg_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 
 @register_policy_loss("reinforce")
 def reinforce_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
-    """REINFORCE (Williams 1992) with detached importance weights; the loss mode ``reinforce``.
+    """REINFORCE (Williams 1992) with detached importance weights; ``loss_type=reinforce``.
 
     ``−A lp sg(w)`` with w of current over rollout; its gradient is −A w ∇lp, the importance-weighted policy
     gradient (Degris et al. 2012, arXiv:1205.4839). Without weights w = 1. No clipping. A rejected token

@@ -160,8 +160,9 @@ def mini_batch_statistics(
         [selection_scores(name, inputs, advantage_mean, log_prob_mean).flatten() for inputs in micro_batches]
     )
     if from_ranks is not None:  # of one length for all ranks
-        rank_best = scores.topk(min(int(size), scores.numel())).values
-        best = from_ranks(pad(rank_best, (0, int(size) - rank_best.numel()), value=_NOT_SELECTABLE))
+        count = int(size)  # a read of the device: shapes of collectives are known on the host
+        rank_best = scores.topk(min(count, scores.numel())).values
+        best = from_ranks(pad(rank_best, (0, count - rank_best.numel()), value=_NOT_SELECTABLE))
     threshold = selection_threshold(best, size)
     counts = torch.stack([(scores > threshold).sum(), (scores == threshold).sum()])
     above, level = (counts if over_ranks is None else over_ranks(counts)).unbind()

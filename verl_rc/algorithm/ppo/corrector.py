@@ -1,8 +1,8 @@
-"""The two modes of rollout correction, with the same methods: nothing else asks which of them a run has.
+"""Who corrects, as two values with the same methods.
 
 ``InDriver``: the driver corrects the proximal policy against the rollout policy, before the update (decoupled
 mode). ``InActor``: the actor corrects the current policy (bypass mode), or a proximal policy interpolated
-from rollout and current policy, mini-batch by mini-batch during the update.
+from rollout and current policy, mini-batch by mini-batch during the update. ``config.mode`` names the three.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class InDriver:
         del step
         return True
 
-    def old_log_probs(self, rollouts: RolloutBatch, evaluations: PolicyEvaluations) -> Tensor:
+    def log_probs_for_rewards(self, rollouts: RolloutBatch, evaluations: PolicyEvaluations) -> Tensor:
         """float32 ``[B, R]``: log-probs of the policy before the update, for rewards and baselines."""
         del rollouts
         return _proximal(evaluations)
@@ -91,7 +91,7 @@ class InActor:
         """True where the proximal policy is interpolated, in every 50th step, for a comparison."""
         return self.config.proximal == "interpolate" and step % _STEPS_BETWEEN_COMPARISONS == 0
 
-    def old_log_probs(self, rollouts: RolloutBatch, evaluations: PolicyEvaluations) -> Tensor:
+    def log_probs_for_rewards(self, rollouts: RolloutBatch, evaluations: PolicyEvaluations) -> Tensor:
         """The log-probs of the rollout policy, in every step."""
         del evaluations
         return rollouts.rollout_log_probs
@@ -112,10 +112,10 @@ class InActor:
         return ActorCorrection(self.config, self.by_age, policy_version, num_updates, ranks, compares)
 
 
-Mode = InDriver | InActor
+Corrector = InDriver | InActor
 
 
-def correction_mode(config: RolloutCorrectionConfig, by_age: bool = False) -> Mode:
+def corrector_of(config: RolloutCorrectionConfig, by_age: bool = False) -> Corrector:
     """The mode of a run. With ``by_age``, and with full diagnostics, the gap is measured by age of tokens,
     too."""
     kind = InDriver if config.mode == "decoupled" else InActor

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from verl_rc.algorithm.advantage import apply_kl_in_reward, compute_advantages
+from verl_rc.algorithm.ppo.corrector import Corrector
 from verl_rc.algorithm.ppo.in_actor import Measured
-from verl_rc.algorithm.ppo.modes import Mode
 from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.correction import CorrectionResult, compute_rollout_correction
 from verl_rc.records.batches import CriticBatch, PolicyEvaluations, RolloutBatch, TrainBatch
@@ -44,12 +44,12 @@ def build_train_batch(
     scored: ScoredBatch,
     evaluations: PolicyEvaluations,
     algorithm: AlgorithmConfig,
-    mode: Mode,
+    corrector: Corrector,
     kl_coef: float,
     current_version: int,
     max_token_age: int | None = None,
 ) -> StepInputs:
-    """KL penalty, then advantages, and rollout correction where ``mode`` makes it before the update.
+    """KL penalty, then advantages, and rollout correction where ``corrector`` makes it before the update.
 
     ``kl_coef`` is the current weight of the KL penalty. ``current_version`` is that of the proximal policy,
     the training steps done, from which ages of tokens count. Correction decides weights and ``loss_mask``
@@ -58,9 +58,9 @@ def build_train_batch(
     from a set that is not recorded: the trainer's log-probs are of another distribution.
     """
     rollouts = scored.rollouts
-    old_log_probs = mode.old_log_probs(rollouts, evaluations)
+    old_log_probs = corrector.log_probs_for_rewards(rollouts, evaluations)
     rewards, reward_kl = _rewards(scored, old_log_probs, evaluations, algorithm, kl_coef)
-    weights = _weights_for_baseline(rollouts, old_log_probs, algorithm, mode)
+    weights = _weights_for_baseline(rollouts, old_log_probs, algorithm, corrector)
 
     def estimate_advantages(included_rows: Tensor | None) -> tuple[Tensor, Tensor]:
         return compute_advantages(
@@ -82,12 +82,12 @@ def build_train_batch(
             rollout_is_weights=weights,
         )
 
-    if mode.config.rejected_in_group_baseline == "exclude":
-        correction = mode.before_update(scored, evaluations, None, current_version)
+    if corrector.config.rejected_in_group_baseline == "exclude":
+        correction = corrector.before_update(scored, evaluations, None, current_version)
         advantages, returns = estimate_advantages(None if correction is None else ~correction.rejected_rows)
     else:
         advantages, returns = estimate_advantages(None)
-        correction = mode.before_update(scored, evaluations, advantages, current_version)
+        correction = corrector.before_update(scored, evaluations, advantages, current_version)
     loss_mask = rollouts.comparable_mask
     if correction is not None:
         loss_mask = loss_mask & correction.keep_mask
@@ -115,7 +115,7 @@ def build_train_batch(
 
 
 def _weights_for_baseline(
-    rollouts: RolloutBatch, old_log_probs: Tensor, algorithm: AlgorithmConfig, mode: Mode
+    rollouts: RolloutBatch, old_log_probs: Tensor, algorithm: AlgorithmConfig, corrector: Corrector
 ) -> Tensor | None:
     """Importance weights ``[B, R]`` for a baseline that reads them. None for other baselines, and where
     correction has no weights.
@@ -123,13 +123,13 @@ def _weights_for_baseline(
     Weights do not depend on advantages, so that they can be computed first. Rejection rules that do get
     advantages of 0, and their result is not used.
     """
-    if mode.config.rollout_is is None or not algorithm.estimator_reads("rollout_is_weights"):
+    if corrector.config.rollout_is is None or not algorithm.estimator_reads("rollout_is_weights"):
         return None
     return compute_rollout_correction(
         old_log_probs,
         rollouts.rollout_log_probs,
         rollouts.comparable_mask,
-        mode.config.model_copy(update={"diagnostics": "core"}),
+        corrector.config.model_copy(update={"diagnostics": "core"}),
         advantages=torch.zeros_like(old_log_probs),
     ).weights
 

@@ -30,7 +30,8 @@ _ACTOR = (
     MetricSpec(
         "actor/pg_loss",
         "1",
-        "mean over updates of the policy loss, aggregated over the loss mask by actor.loss_agg_mode",
+        "mean over updates of the policy loss, aggregated over the loss mask by actor.loss_agg_mode, or by "
+        "the average that the loss prescribes",
     ),
     MetricSpec(
         "actor/loss",
@@ -91,7 +92,7 @@ _ACTOR = (
     MetricSpec(
         "actor/entropy_loss",
         "nats",
-        "mean over updates of the current policy's entropy, aggregated like pg_loss",
+        "mean over updates of the current policy's entropy, aggregated by actor.loss_agg_mode",
     ),
     MetricSpec(
         "actor/kl_loss",

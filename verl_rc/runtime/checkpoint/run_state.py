@@ -32,7 +32,7 @@ class SupplyState:
     drawn: tuple[tuple[int, int], ...] = ()
     """Epoch and row index of the prompts that were drawn and not admitted yet."""
     groups: dict[str, Any] = field(default_factory=dict)
-    """Open groups, packed (``data.groups.pack``): a separate file holds them."""
+    """Open groups, packed (``verl_rc.records.groups.pack``): a separate file holds them."""
     filtered_since_batch: int = 0
     """Groups that were filtered since the last batch was complete, for ``filter_groups.max_num_gen_batches``.
     """

@@ -162,7 +162,7 @@ class PolicyWorker(Learner):
         Raises, where the actor corrects, ``SyncProofError`` before the first of these steps, and
         ``NonFiniteLogProbError`` before that of the mini-batch with such log-probs.
         """
-        correction = request.mode.during_update(request.policy_version, len(mini_batches), self._ranks)
+        correction = request.corrector.during_update(request.policy_version, len(mini_batches), self._ranks)
         totals = ObjectiveTotals("actor")
         loss_tokens = []
         self._statistics_seconds = 0.0

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from verl_rc.algorithm.ppo.corrector import Corrector
 from verl_rc.algorithm.ppo.in_actor import Measured
-from verl_rc.algorithm.ppo.modes import Mode
 from verl_rc.metrics import Metric
 from verl_rc.records.optimizer_step import OptimizerStep
 
@@ -12,8 +12,8 @@ from verl_rc.records.optimizer_step import OptimizerStep
 class UpdateRequest:
     """The task of all ranks of the actor in the updates of a step."""
 
-    mode: Mode
-    """The mode of rollout correction, with the current threshold."""
+    corrector: Corrector
+    """Who corrects, by the configuration with the current threshold."""
     policy_version: int
     """Version of the weights before the first update."""
     gap_limit: float | None = None

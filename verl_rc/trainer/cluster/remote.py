@@ -205,11 +205,11 @@ _SERVE_SECONDS = 0.25
 WhileWaiting = Callable[[], None]
 """Short work that the driver repeats while it waits for ranks that compute; its exceptions end the wait."""
 work_beside: ContextVar[WhileWaiting | None] = ContextVar("work beside ranks", default=None)
-"""The work of ``beside_ranks``."""
+"""The work of ``while_ranks_compute``."""
 
 
 @contextmanager
-def beside_ranks(work: WhileWaiting) -> Iterator[None]:
+def while_ranks_compute(work: WhileWaiting) -> Iterator[None]:
     """Within this block the driver repeats ``work`` while it waits for ranks (``wait_timed``)."""
     token = work_beside.set(work)
     try:
@@ -241,7 +241,7 @@ def wait_for_all(
 
 def wait_timed(pending: Sequence[Pending]) -> Timed[list[Any]]:
     """The results of ``wait_for_all``, and the seconds that the slowest of the processes computed; meanwhile
-    the driver does the work of ``beside_ranks``."""
+    the driver does the work of ``while_ranks_compute``."""
     results = wait_for_all(pending, while_waiting=work_beside.get())
     return Timed(results, max((call.busy_seconds for call in pending), default=0.0))
 

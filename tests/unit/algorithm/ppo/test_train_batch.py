@@ -8,9 +8,9 @@ import torch
 from batches_of_ones import ones_rollouts
 
 from verl_rc.algorithm.ppo.control import Control
+from verl_rc.algorithm.ppo.corrector import corrector_of
 from verl_rc.algorithm.ppo.in_actor import OverRanks
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
-from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.algorithm.ppo.objective import ratio_denominator
 from verl_rc.algorithm.ppo.train_batch import StepInputs, build_train_batch, critic_batch, outcome_rewards
 from verl_rc.config.algorithm import AlgorithmConfig, KlControlConfig
@@ -48,7 +48,7 @@ def run_step(
     max_token_age: int | None = None,
     by_age: bool = False,
 ) -> StepInputs:
-    mode = correction_mode(config.rollout_correction, by_age)
+    mode = corrector_of(config.rollout_correction, by_age)
     return build_train_batch(
         ScoredBatch(rollouts, SCORES),
         evaluations,
@@ -162,7 +162,7 @@ def test_an_asynchronous_run_measures_by_age_with_any_diagnostics(bypass: bool) 
         step = run_step(rollouts, evaluations, config, current_version=5, by_age=by_age)
         measured = step.measured
         if bypass:
-            mode = correction_mode(config.rollout_correction, by_age)
+            mode = corrector_of(config.rollout_correction, by_age)
             correction = mode.during_update(5, 1, OverRanks(sum=lambda x: x, maximum=lambda x: x))
             current = rollouts.rollout_log_probs
             correction.correct(step.batch, TokenScores(current, torch.zeros_like(current)))
@@ -269,7 +269,7 @@ def estimated(
     name: str, scored: ScoredBatch, evaluations: PolicyEvaluations, **correction: object
 ) -> StepInputs:
     config = algorithm(**correction).model_copy(update={"adv_estimator": name})
-    mode = correction_mode(config.rollout_correction)
+    mode = corrector_of(config.rollout_correction)
     return build_train_batch(scored, evaluations, config, mode, config.kl_ctrl.kl_coef, current_version=0)
 
 
@@ -318,7 +318,7 @@ def test_diagnostics_of_weights_for_a_baseline_are_not_computed(monkeypatch: pyt
         measured.append(arguments[3].diagnostics)
         return compute_rollout_correction(*arguments, **facts)
 
-    for module in ("train_batch", "modes"):
+    for module in ("train_batch", "corrector"):
         monkeypatch.setattr(f"verl_rc.algorithm.ppo.{module}.compute_rollout_correction", measuring)
     rollouts, evaluations = make_rollouts()
     evaluations.sum_pi_squared = evaluations.proximal_log_probs.exp()

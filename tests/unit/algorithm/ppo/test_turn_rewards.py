@@ -9,7 +9,7 @@ import pytest
 import torch
 from made_samples import answer, part
 
-from verl_rc.algorithm.ppo.modes import correction_mode
+from verl_rc.algorithm.ppo.corrector import corrector_of
 from verl_rc.algorithm.ppo.train_batch import StepInputs, build_train_batch, token_rewards
 from verl_rc.config.algorithm import AlgorithmConfig, KlControlConfig
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, EstimatorOption
@@ -101,7 +101,7 @@ def step_of(batch: list[Episode], estimator: str, *, beyond: float = 0.0, **opti
     scores = torch.tensor([sum(turn.reward for turn in episode) + beyond for episode in batch])
     scored = ScoredBatch(rollouts, scores, reward_baselines=torch.full_like(scores, 0.5))
     config = AlgorithmConfig.model_validate({"adv_estimator": estimator, **options})
-    mode = correction_mode(config.rollout_correction)
+    mode = corrector_of(config.rollout_correction)
     return build_train_batch(scored, evaluations, config, mode, config.kl_ctrl.kl_coef, current_version=3)
 
 

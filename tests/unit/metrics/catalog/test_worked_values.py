@@ -36,8 +36,8 @@ from verl_rc.algorithm.ppo.batch_metrics import (
     version_metrics,
 )
 from verl_rc.algorithm.ppo.control import Control
+from verl_rc.algorithm.ppo.corrector import corrector_of
 from verl_rc.algorithm.ppo.in_actor import Measured, OverRanks
-from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.algorithm.ppo.objective import policy_objective, value_objective
 from verl_rc.algorithm.ppo.train_batch import StepInputs, _rewards
 from verl_rc.algorithm.rewards.sample import RewardOutput
@@ -79,7 +79,7 @@ from verl_rc.runtime.workers.policy_worker import PolicyWorker, memory_metrics
 from verl_rc.runtime.workers.updates import ActorReport, UpdateRequest
 from verl_rc.trainer.evaluate import validation_metrics
 from verl_rc.trainer.guards import Guards
-from verl_rc.trainer.judge import judge, record_correction
+from verl_rc.trainer.judge import record_and_judge, record_correction
 from verl_rc.trainer.scoring import FAILURE_COLUMN, extra_columns, reward_metrics
 from verl_rc.trainer.stages import correct, update_actor
 from verl_rc.trainer.step_record import Step, StepRecord, StepTokens
@@ -321,7 +321,7 @@ def step_of(
     rejection_threshold: float | None = None,
 ) -> Step:
     control = Control(Mock(), kl_coef, rejection_threshold)
-    return Step(1, control, correction_mode(config or RolloutCorrectionConfig()), record)
+    return Step(1, control, corrector_of(config or RolloutCorrectionConfig()), record)
 
 
 @example
@@ -599,7 +599,7 @@ def the_entropy_of_the_policy_that_is_updated():
         flipped_experts=one_row(1, 0, 0, 1),
     )
     ranks = OverRanks(sum=lambda tensor: tensor, maximum=lambda tensor: tensor)
-    part, averages = correction_mode(correction).during_update(0, 1, ranks).correct(batch, current)
+    part, averages = corrector_of(correction).during_update(0, 1, ranks).correct(batch, current)
     objective = policy_objective(
         current, part, config.actor_rollout_ref.actor, correction, Aggregation("token-mean")
     )
@@ -758,7 +758,7 @@ def engine_against_trainer():
     mask = torch.tensor([[True, True, False]])
     statistics = measure(torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[-1.5, -1.75, 9.0]]), mask, config)
     record = StepRecord()
-    judge(
+    record_and_judge(
         services, Findings(None, HealthHistory()), Measured(statistics, statistics), step_of(record, config)
     )
     expected = {"sync/rollout_gap_mean": 0.375, "sync/rollout_gap_max": 0.5, "sync/gap_limit": 0.5}
@@ -1120,7 +1120,7 @@ def interpolated_against_recomputed_log_probs():
         advantages=one_row(0, 0, 0, 0),
         batch_size=[1],
     )
-    mode = correction_mode(RolloutCorrectionConfig(proximal="interpolate", diagnostics="core"))
+    mode = corrector_of(RolloutCorrectionConfig(proximal="interpolate", diagnostics="core"))
     ranks = OverRanks(sum=lambda tensor: tensor, maximum=lambda tensor: tensor)
     current = TokenScores(one_row(-1, -2, -3, -4), one_row(0, 0, 0, 0))
     _, averages = mode.during_update(49, 1, ranks).correct(batch, current)
@@ -1225,7 +1225,7 @@ def updates_of_which_none_had_anything_to_learn_from():
         _device=SimpleNamespace(type="cpu"),
         model=model,
     )
-    request = UpdateRequest(correction_mode(RolloutCorrectionConfig()), 0)
+    request = UpdateRequest(corrector_of(RolloutCorrectionConfig()), 0)
     records = PolicyWorker.update(policy, None, shares, request).metrics
     records += CriticWorker.update(SimpleNamespace(model=model, _address=rank), None, shares).metrics
     return reduce_metrics(records), {
@@ -1249,7 +1249,7 @@ def an_update_that_the_engine_rounds():
         _rounding=EngineRounding(torch.bfloat16, None, frozenset()),
         model=MagicMock(),
     )
-    request = UpdateRequest(correction_mode(RolloutCorrectionConfig()), 0, measures_survival=True)
+    request = UpdateRequest(corrector_of(RolloutCorrectionConfig()), 0, measures_survival=True)
     records = PolicyWorker.update(policy, None, [], request).metrics
     return reduce_metrics([one for one in records if one.name.startswith("sync/")]), {
         "sync/update_survival": 4 * 3 / (3**2 + 1**2),

@@ -11,9 +11,9 @@ from bypass_cases import CASES, case_batch, case_config, case_id, with_verl_name
 from small_models import ragged, small_run_config
 from two_processes import free_port
 
+from verl_rc.algorithm.ppo.corrector import corrector_of
 from verl_rc.algorithm.ppo.in_actor import Corrected
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
-from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.metrics import reduce_metrics
@@ -69,7 +69,7 @@ def test_golden_gradient_and_metrics(
     worker._correction = case_config(case)
     worker._actor = worker._actor.model_copy(update={"loss_agg_mode": case["loss_agg_mode"]})
     worker.table = torch.tensor(case["log_probs"]).requires_grad_()
-    correction = correction_mode(worker._correction).during_update(0, 1, worker._ranks)
+    correction = corrector_of(worker._correction).during_update(0, 1, worker._ranks)
     counted = batch.response_mask.sum(-1)
     share = MiniBatch(micro_batches, int(counted.sum()), int((counted > 0).sum()), int(counted.sum()))
     worker.accumulate(ragged(batch), share, ObjectiveTotals("actor"), correction)
@@ -124,7 +124,7 @@ def test_the_gap_is_that_before_an_update_or_none(worker: TablePolicy, first: li
     for rows in (first, [row for row in range(6) if row not in first]):
         counted = batch.response_mask[rows].sum(-1)
         shares.append(MiniBatch([rows], int(counted.sum()), 3, int(counted.sum())))
-    request = UpdateRequest(correction_mode(worker._correction), 0, gap_limit=1e-3)
+    request = UpdateRequest(corrector_of(worker._correction), 0, gap_limit=1e-3)
     if first == [0, 1, 2]:
         measured = worker.update(ragged(batch), shares, request).measured
         assert measured is not None
@@ -144,7 +144,7 @@ def test_a_gap_that_is_no_rounding_stops_before_the_weights_change(worker: Table
     share = MiniBatch([[0, 1, 2, 3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
     with pytest.raises(SyncProofError, match="this step's rollouts"):
         worker.update(
-            ragged(batch), [share], UpdateRequest(correction_mode(worker._correction), 0, gap_limit=1e-3)
+            ragged(batch), [share], UpdateRequest(corrector_of(worker._correction), 0, gap_limit=1e-3)
         )
     after = [parameter.full_tensor() for parameter in worker.model.module.parameters()]
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
@@ -160,7 +160,7 @@ def test_signatures_are_those_of_the_first_mini_batch(worker: TablePolicy, parts
         torch.rand(3, *table.shape, generator=generator) + torch.tensor([0, 1, 0])[:, None, None]
     )
     batch.engines = torch.arange(len(table)) % 2
-    correction = correction_mode(config).during_update(0, 1, worker._ranks)
+    correction = corrector_of(config).during_update(0, 1, worker._ranks)
     for moved in (0.0, 0.7):  # the second one comes after an update
         for rows in parts:
             current = TokenScores(table[rows] + moved, entropies[rows], squares[rows], varentropies[rows])
@@ -183,7 +183,7 @@ def test_signatures_are_those_of_the_first_mini_batch(worker: TablePolicy, parts
     measured = ("engine_1_logit_noise", "surprisal_excess_bound", "missing_mass")
     assert {f"rollout_corr/{name}" for name in measured} <= signatures.keys()
     assert signatures == pytest.approx({name: decoupled[name] for name in signatures}, rel=1e-9)
-    core = correction_mode(config.model_copy(update={"diagnostics": "core"}))
+    core = corrector_of(config.model_copy(update={"diagnostics": "core"}))
     assert not core.during_update(0, 1, worker._ranks).reads_squares
 
 
@@ -200,7 +200,7 @@ def test_sums_of_squared_probabilities_are_computed_for_the_first_mini_batch_alo
     counted = batch.response_mask.sum(-1)
     share = MiniBatch([[0, 1, 2], [3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
     worker.asked_for_squares.clear()
-    worker.update(ragged(batch), [share, share], UpdateRequest(correction_mode(worker._correction), 0))
+    worker.update(ragged(batch), [share, share], UpdateRequest(corrector_of(worker._correction), 0))
     assert worker.asked_for_squares == [diagnostics == "full"] * 2 + [False] * 2
 
 
@@ -223,7 +223,7 @@ def test_tokens_that_the_driver_left_out_have_no_gradient_and_are_not_counted(
         batch.loss_mask[0] &= not left_out
         counted = batch.response_mask.sum(-1)
         share = MiniBatch([[0, 1, 2], [3, 4, 5]], int(counted.sum()), 6, int(batch.loss_mask.sum()))
-        report = worker.update(ragged(batch), [share], UpdateRequest(correction_mode(worker._correction), 0))
+        report = worker.update(ragged(batch), [share], UpdateRequest(corrector_of(worker._correction), 0))
         gradients.append(worker.table.grad)
         counts.append((report.loss_tokens, int(batch.loss_mask.sum())))
     assert [kept for kept, _ in counts] == [[expected] for _, expected in counts]
@@ -239,7 +239,7 @@ def test_a_mini_batch_of_which_nothing_is_kept_is_skipped(worker: TablePolicy) -
     worker.table = torch.tensor(case["log_probs"]).add(3.0).requires_grad_()
     counted = batch.response_mask.sum(-1)
     share = MiniBatch([[0, 1, 2, 3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
-    report = worker.update(ragged(batch), [share], UpdateRequest(correction_mode(worker._correction), 0))
+    report = worker.update(ragged(batch), [share], UpdateRequest(corrector_of(worker._correction), 0))
     assert report.loss_tokens == [0]
     assert {metric.name: metric.value for metric in report.metrics}["rollout_corr/skipped_updates"] == 1
 
@@ -257,7 +257,7 @@ def test_the_proximal_policy_is_interpolated_by_the_updates_of_the_step(worker: 
     batch.old_log_probs = batch.rollout_log_probs + 0.25
     counted = batch.response_mask.sum(-1)
     share = MiniBatch([list(range(rows))], int(counted.sum()), rows, int(counted.sum()))
-    request = UpdateRequest(correction_mode(worker._correction), 49)
+    request = UpdateRequest(corrector_of(worker._correction), 49)
     report = worker.update(ragged(batch), [share, share], request)
     gaps = []
     for row, column in batch.response_mask.nonzero().tolist():
@@ -266,7 +266,7 @@ def test_the_proximal_policy_is_interpolated_by_the_updates_of_the_step(worker: 
             gaps.append(abs(rollout + part * (current - rollout) - (rollout + 0.25)))
     found = reduce_metrics(report.metrics)
     assert found["actor/proximal_interpolation_gap"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-5)
-    request = UpdateRequest(correction_mode(worker._correction), 50)  # most steps recompute nothing
+    request = UpdateRequest(corrector_of(worker._correction), 50)  # most steps recompute nothing
     metrics = worker.update(ragged(batch), [share], request).metrics
     assert "actor/proximal_interpolation_gap" not in {metric.name for metric in metrics}
     assert report.measured is not None

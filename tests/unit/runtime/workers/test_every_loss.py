@@ -9,9 +9,9 @@ import torch
 from small_models import make_train_batch, ragged, scored, small_run_config
 from two_processes import free_port
 
+from verl_rc.algorithm.ppo.corrector import corrector_of
 from verl_rc.algorithm.ppo.in_actor import Corrected
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
-from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.config.algorithms import LOSS_MODES
 from verl_rc.config.models import PolicyLossConfig
 from verl_rc.records.batches import TrainBatch
@@ -93,7 +93,7 @@ def test_cutting_changes_no_gradient_and_no_two_losses_are_one(
 def test_a_pass_for_statistics_is_timed(worker: PolicyWorker, batch: TrainBatch) -> None:
     for loss_mode, is_timed in (("kl_cov", True), ("vanilla", False)):
         choose(worker, loss_mode)
-        request = UpdateRequest(correction_mode(worker._correction), 0)
+        request = UpdateRequest(corrector_of(worker._correction), 0)
         report = worker.update(ragged(batch), [share_of(batch, [ROWS])], request)
         seconds = [
             metric.value for metric in report.metrics if metric.name == "timing_s/correction_statistics"

@@ -12,9 +12,9 @@ from host_reads import HostReads
 from small_models import VOCABULARY, add_heads, make_train_batch, ragged, scored, small_run_config
 
 from verl_rc.algorithm.losses import AGGREGATION_MODES
+from verl_rc.algorithm.ppo.corrector import corrector_of
 from verl_rc.algorithm.ppo.in_actor import Corrected
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
-from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.algorithm.ppo.objective import Objective
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.metrics import reduce_metrics
@@ -164,7 +164,7 @@ def test_update_moves_parameters_and_reports_exact_totals(worker: PolicyWorker) 
     tokens, kept = int(batch.response_mask.sum()), int(batch.loss_mask.sum())
     share = MiniBatch([[0, 1], [2, 3, 4, 5]], tokens, 5, kept)
     records = worker.update(
-        ragged(batch), [share], UpdateRequest(correction_mode(worker._correction), 0)
+        ragged(batch), [share], UpdateRequest(corrector_of(worker._correction), 0)
     ).metrics
     after = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()])  # type: ignore[attr-defined]
     assert not torch.equal(before, after)
@@ -187,7 +187,7 @@ def test_full_diagnostics_get_entropies_and_sums_of_squared_probabilities(worker
 def test_a_wholly_rejected_mini_batch_skips_the_step(worker: PolicyWorker) -> None:
     batch = make_train_batch(LENGTHS, rejected_rows=tuple(range(len(LENGTHS))))
     before = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()]).clone()  # type: ignore[attr-defined]
-    request = UpdateRequest(correction_mode(worker._correction), 0)
+    request = UpdateRequest(corrector_of(worker._correction), 0)
     report = worker.update(ragged(batch), [MiniBatch([[0, 1]], 9, 2, num_loss_tokens=0)], request)
     records = {record.name: record.value for record in report.metrics}
     after = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()])  # type: ignore[attr-defined]
@@ -204,7 +204,7 @@ def test_an_update_reads_the_device_where_that_is_announced_and_nowhere_else(wor
     share = MiniBatch(
         [[0, 1, 2], [3, 4, 5]], int(kept.sum()), int((kept > 0).sum()), int(batch.loss_mask.sum())
     )
-    request = UpdateRequest(correction_mode(worker._correction), policy_version=0)
+    request = UpdateRequest(corrector_of(worker._correction), policy_version=0)
     with HostReads() as reads:
         worker.update(ragged(batch), [share, share], request)
     # Micro-batches are cut from the rank's rows on the host, before they reach the device.

@@ -15,8 +15,8 @@ from small_checkpoints import whole
 from small_models import make_train_batch, ragged, scored, small_run_config, write_small_model
 from two_processes import free_port
 
+from verl_rc.algorithm.ppo.corrector import corrector_of
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
-from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.records.batches import CriticBatch, TrainBatch
 from verl_rc.records.ragged import Ragged
@@ -81,7 +81,7 @@ def train(rank: TrainerRank | Alone, role: str, batch: TrainBatch) -> None:
     counted = batch.response_mask.sum(-1)
     share = MiniBatch(ROWS, int(counted.sum()), len(counted), int(batch.loss_mask.sum()))
     if role == "actor":
-        request = UpdateRequest(correction_mode(RolloutCorrectionConfig()), 0)
+        request = UpdateRequest(corrector_of(RolloutCorrectionConfig()), 0)
         rank.call("actor", "update", ragged(batch), [share], request)
     if role == "critic":
         values = torch.zeros_like(batch.advantages)

@@ -9,8 +9,8 @@ import torch
 from small_models import make_train_batch
 
 import verl_rc.trainer.cluster.rank_group as rank_group
+from verl_rc.algorithm.ppo.corrector import corrector_of
 from verl_rc.algorithm.ppo.mini_batches import plan_mini_batches
-from verl_rc.algorithm.ppo.modes import correction_mode
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.records.batches import Timed, TokenBatch, TrainBatch
 from verl_rc.records.microbatch import MicroBatchLimit
@@ -166,6 +166,6 @@ def test_a_rank_of_the_actor_gets_what_is_two_fields_once(
     mini_batches = plan_mini_batches(
         batch.response_mask, batch.loss_mask, rows_per_mini_batch=6, epochs=1, shuffle=False, seed=1
     )
-    group.update(batch, mini_batches, LIMITS[0], UpdateRequest(correction_mode(RolloutCorrectionConfig()), 0))
+    group.update(batch, mini_batches, LIMITS[0], UpdateRequest(corrector_of(RolloutCorrectionConfig()), 0))
     (rows,) = arrived
     assert rows.columns["loss_mask"] is rows.columns["response_mask"]

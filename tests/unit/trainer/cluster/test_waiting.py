@@ -85,7 +85,7 @@ def test_what_fails_beside_ends_the_wait(ray: Slow) -> None:
 
 def test_a_timed_wait_does_the_work_beside_too(ray: Slow) -> None:
     done: list[int] = []
-    with remote.beside_ranks(lambda: done.append(1)):
+    with remote.while_ranks_compute(lambda: done.append(1)):
         assert remote.wait_timed(pending(1)).result == [10]
     assert done
     done.clear()
