@@ -208,6 +208,18 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         clipped="−A clip(r, 1−ε_low, 1+ε_high) > −A r",
         clipped_lower="A < 0 and r > c",
     ),
+    "up": LossSpec(
+        title="Unbounded positive asymmetric optimisation",
+        formula="−A with the gradient of −A log π(y) where A > 0; elsewhere −A r, at least −A (1−ε_low) and at "
+        "most −A c",
+        source="arXiv:2607.06987, UP-GRPO",
+        ratio="token",
+        gradient_through="ratio",
+        options=(_LOW, _CAP),
+        only_negative=(_LOW, _CAP),
+        clipped="A < 0 and r < 1−ε_low",
+        clipped_lower="A < 0 and r > c",
+    ),
     "gspo": LossSpec(
         title="Group sequence policy optimisation",
         formula="max(−A s, −A clip(s, 1−ε_low, 1+ε_high))",

@@ -1,11 +1,16 @@
 """THE PAGE of rollout correction: weights and keep mask from the log-probs of two policies.
 
-For a response token t of a sequence that the rollout policy sampled:
+For a response token t that the rollout policy sampled with probability q, and that has p under the train
+policy:
 
-    log-ratio     l_t = log pi_train(t) - log pi_rollout(t)
-    log-weight    token: l_t   prefix: sum_{s<=t} l_s   turn, sequence: sum of its l   geometric: mean of l
-    weight        w_t = min(exp(log-weight), upper); with a band 0 outside it
-    keep          lower <= statistic <= upper for every rule, the statistics being functions of l
+    log-ratio     l = log p - log q
+    log-weight    token: l   prefix: sum of l up to t   turn, sequence: sum of its l   geometric: mean of l
+    weight        min(exp(log-weight), upper); with a band 0 outside it; the log-weight within +-20
+    divergence    k1 = -l   k2 = l^2/2   k3 = e^l - 1 - l   with l within +-20
+                  tv = |p - q|   bkl = KL of the coins (q, 1-q), (p, 1-p)   kpop: larger of both directions
+    statistic     the divergence of t; or sum, mean, largest of its turn or sequence
+    keep          lower <= statistic <= upper for every rule (a ratio in [L, U] is a k1 in [-ln U, -ln L]),
+                  and no l of the sequence below the veto, no OPSM, no log-prob that is not finite
 """
 
 from collections.abc import Mapping

@@ -23,7 +23,7 @@ TEACHERS_LOSS = "distillation.distillation_loss"
         ([ON, "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"], "depends on no other token, got gspo"),
         (
             [ON, "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"],
-            "got kl_cov; pass actor_rollout_ref.actor.policy_loss.loss_mode of vanilla, gpg",
+            "got kl_cov; pass actor_rollout_ref.actor.policy_loss.loss_mode of vanilla, up, ",
         ),
         ([ON, "actor_rollout_ref.actor.policy_loss.loss_mode=my:loss"], "got my:loss"),
         (

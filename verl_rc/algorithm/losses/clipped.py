@@ -59,6 +59,21 @@ def dual_clip(inputs: PolicyLossInputs, ratio: Tensor, clipped_ratio: Tensor) ->
     }
 
 
+@register_policy_loss("up")
+def up_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
+    """Unbounded positive asymmetric optimisation (UP-GRPO, arXiv:2607.06987); the loss mode ``up``.
+
+    For A > 0 ``−w A p / sg(p)``: 1 in value, with the gradient of log p, never clipped, whatever the old
+    policy was. Else the loss of ``ppo_clip_loss``. A rejected token leaves the sum.
+
+    Returns:
+        The loss, 0-d, and the metrics of ``ppo_clip_loss``, which count tokens with A ≤ 0 alone.
+    """
+    own = (inputs.log_probs - inputs.log_probs.detach()).exp()
+    ratio = own.where(inputs.advantages > 0, inputs.log_ratio.exp())
+    return dual_clip(inputs, ratio, clip_ratio(ratio, inputs))
+
+
 @register_policy_loss("gspo")
 def gspo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """The clipped surrogate on the ratio of a whole sequence (GSPO, arXiv:2507.18071); the loss mode

@@ -33,6 +33,16 @@ def aspo(token: Token) -> tuple[float, float]:
     return -advantage * weight * current, -advantage * weight
 
 
+def up(token: Token) -> tuple[float, float]:
+    current, old, advantage, _ = token
+    if advantage > 0:
+        return -advantage, -advantage
+    ratio = math.exp(current - old)
+    if ratio < 1 - LOW:
+        return -advantage * (1 - LOW), 0.0
+    return -advantage * min(ratio, CAP), -advantage * ratio * (ratio <= CAP)
+
+
 def topr(token: Token) -> tuple[float, float]:
     current, _, advantage, of_sequence = token
     weight = 1.0 if advantage >= 0 else min(math.exp(of_sequence), 1.0)
@@ -50,6 +60,7 @@ LOOPS: dict[str, Callable[[Token], tuple[float, float]]] = {
     "ipo": ipo,
     "aspo": aspo,
     "topr": topr,
+    "up": up,
     "vespo": vespo,
 }
 """The loss of a token, and its slope in the current log-prob."""
@@ -95,6 +106,11 @@ def moved(current: float, old: float, advantage: float) -> float:
             None,
         ),
         ("aspo", lambda c, o, a, s: math.exp(c - o) > 1 + HIGH if a > 0 else math.exp(c - o) < 1 - LOW, None),
+        (
+            "up",
+            lambda c, o, a, s: a < 0 and math.exp(c - o) < 1 - LOW,
+            lambda c, o, a, s: a < 0 and math.exp(c - o) > CAP,
+        ),
         ("topr", lambda c, o, a, s: False, lambda c, o, a, s: a < 0 and s > 0),
     ],
 )
