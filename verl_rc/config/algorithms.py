@@ -210,8 +210,8 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
     ),
     "up": LossSpec(
         title="Unbounded positive asymmetric optimisation",
-        formula="−A with the gradient of −A log π(y) where A > 0; elsewhere −A r, at least −A (1−ε_low) and at "
-        "most −A c",
+        formula="−A with the gradient of −A log π(y) where A > 0; elsewhere −A r, at least −A (1−ε_low) and "
+        "at most −A c",
         source="arXiv:2607.06987, UP-GRPO",
         ratio="token",
         gradient_through="ratio",
