@@ -203,7 +203,7 @@ class PolicyEvaluations(TensorClass):
 
     proximal_log_probs: Tensor | None = None
     """float32 ``[B, R]``: log-prob under the proximal policy (the trainer before its first update of the
-    step). There where the mode of correction evaluates it: ``verl_rc.algorithm.ppo.corrector``."""
+    step). There where the corrector evaluates it: ``verl_rc.algorithm.ppo.corrector``."""
     entropies: Tensor | None = None
     """float32 ``[B, R]``: entropy of the proximal policy's distribution at each token, nats. There with
     ``proximal_log_probs``."""

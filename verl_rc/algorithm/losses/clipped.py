@@ -67,7 +67,7 @@ def up_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     policy was. Else the loss of ``ppo_clip_loss``. A rejected token leaves the sum.
 
     Returns:
-        The loss, 0-d, and the metrics of ``ppo_clip_loss``, which count tokens with A ≤ 0 alone.
+        The loss, 0-d, and the metrics of ``ppo_clip_loss``; no token with A > 0 counts as clipped.
     """
     own = (inputs.log_probs - inputs.log_probs.detach()).exp()
     ratio = own.where(inputs.advantages > 0, inputs.log_ratio.exp())

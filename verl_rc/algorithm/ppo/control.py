@@ -67,8 +67,8 @@ class Control:
         return replace(self, kl_coef=self.kl_coef * (1 + error * num_rows / options.horizon))
 
     def after_correction(self, measured: Measured | None) -> "Control":
-        """The control of the next step, after a batch of which full diagnostics ``measured`` this (None: it
-        was not corrected).
+        """The control of the next step, from what full diagnostics ``measured`` on this step's batch; None
+        where it was not corrected.
 
         With ``rollout_rs_target_acceptance``: ``ln u <- 0.9 ln u + 0.1 ln u*``, where u* is the smallest
         bound under which the target share of the batch would have been accepted. A fixed threshold would

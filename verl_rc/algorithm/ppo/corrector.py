@@ -116,8 +116,8 @@ Corrector = InDriver | InActor
 
 
 def corrector_of(config: RolloutCorrectionConfig, by_age: bool = False) -> Corrector:
-    """The mode of a run. With ``by_age``, and with full diagnostics, the gap is measured by age of tokens,
-    too."""
+    """Who corrects in a run. With ``by_age``, and with full diagnostics, the gap is measured by age of
+    tokens, too."""
     kind = InDriver if config.mode == "decoupled" else InActor
     return kind(config, by_age or config.diagnostics == "full")
 

@@ -245,10 +245,12 @@ class PolicyWorker(Learner):
     ) -> TokenScores:
         """Current log-probs of a micro-batch; entropies too where the loss needs them, and with a gradient
         log-probs of the teacher's or the sampler's most likely tokens where the loss reads them."""
-        candidate_ids = part.teacher_top_ids if torch.is_grad_enabled() else None
-        if part.tokens.head_counts is not None and torch.is_grad_enabled():
+        candidate_ids = None
+        if torch.is_grad_enabled() and part.tokens.head_counts is not None:
             assert part.tokens.head_ids is not None
             candidate_ids, _ = heads(part.tokens.head_counts, part.tokens.head_ids)
+        elif torch.is_grad_enabled():
+            candidate_ids = part.teacher_top_ids
         return score_tokens(
             self.model.module,
             part.tokens,
