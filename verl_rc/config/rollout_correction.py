@@ -152,6 +152,10 @@ class RolloutCorrectionConfig(PresetConstructors):
     ratio as 1, or stop the run."""
     nonfinite_stop_fraction: float = Field(0.01, ge=0, le=1, allow_inf_nan=False)
     """Share of response tokens without a finite log-prob above which the run stops."""
+    scale_lr_by_ess: Literal["sqrt", "linear"] | None = None
+    """Multiply the actor's learning rate in a step by the effective sample size of the step's weights, as a
+    share of the samples (linear), or by its square root (sqrt, for AdamW); null: no. VCPO, arXiv:2602.17616.
+    """
     score_centering: ScoreCenteringConfig = ScoreCenteringConfig()
     """The loss less what the sampler expects of it; beside weights and rejection, or alone."""
     diagnostics: Literal["core", "full"] = "full"
@@ -219,6 +223,7 @@ class RolloutCorrectionConfig(PresetConstructors):
             )
         self.rejection_bounds()
         self._check_modes()
+        self._check_learning_rate()
         return self
 
     def _check_modes(self) -> None:
@@ -273,6 +278,14 @@ class RolloutCorrectionConfig(PresetConstructors):
                 f"{_SECTION}.rejected_in_group_baseline=exclude needs to know what is rejected before the "
                 f"update, which {_SECTION}.proximal=interpolate finds out in it; pass proximal=recompute, or "
                 "rejected_in_group_baseline=include"
+            )
+
+    def _check_learning_rate(self) -> None:
+        if self.scale_lr_by_ess is not None and (self.rollout_is is None or self.mode != "decoupled"):
+            raise ValueError(
+                f"{_SECTION}.scale_lr_by_ess={self.scale_lr_by_ess} needs weights that are known before the "
+                f"update, got rollout_is={self.rollout_is} in {self.mode} mode; pass rollout_is=sequence in "
+                "decoupled mode, or drop it"
             )
 
     def _check_target_acceptance(self) -> None:

@@ -1,5 +1,6 @@
 """Rollout correction of a batch: the formulas of ``correct``, applied and measured slice by slice."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -37,6 +38,13 @@ class CorrectionResult:
     def metrics(self) -> dict[str, float]:
         """``rollout_corr/*`` by name; one copy from the device."""
         return self.statistics.metrics(self.config)
+
+    def learning_rate_factor(self) -> float:
+        """The factor of the step's learning rate in [0, 1], by ``scale_lr_by_ess``; 1 without it."""
+        if self.config.scale_lr_by_ess is None:
+            return 1.0
+        share = self.metrics()["rollout_corr/rollout_is_eff_sample_size"]
+        return math.sqrt(share) if self.config.scale_lr_by_ess == "sqrt" else share
 
 
 @torch.no_grad()

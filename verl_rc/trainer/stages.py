@@ -13,7 +13,7 @@ from verl_rc.algorithm.ppo.mini_batches import plan_mini_batches
 from verl_rc.algorithm.ppo.train_batch import StepInputs, build_train_batch, critic_batch
 from verl_rc.algorithm.supply.ledger import accounts_of_update
 from verl_rc.config.folder_owner import FolderClaim
-from verl_rc.records.batches import PolicyEvaluations, RolloutBatch, TrainBatch
+from verl_rc.records.batches import PolicyEvaluations, RolloutBatch
 from verl_rc.records.optimizer_step import OptimizerStep
 from verl_rc.records.scored_batch import ScoredBatch
 from verl_rc.runtime.exact.demand import require_exact
@@ -167,9 +167,10 @@ def update_critic(services: Services, inputs: StepInputs, step: Step) -> list[Op
     return report.steps
 
 
-def update_actor(services: Services, gap_limit: float | None, batch: TrainBatch, step: Step) -> ActorReport:
+def update_actor(services: Services, gap_limit: float | None, inputs: StepInputs, step: Step) -> ActorReport:
     """One optimizer step per mini-batch and epoch. ``gap_limit`` is the calibrated limit of the mean gap,
     nats; None before it is calibrated."""
+    batch, correction = inputs.batch, inputs.correction
     actor, rollout = services.config.actor_rollout_ref.actor, services.config.actor_rollout_ref.rollout
     record = step.record
     mini_batches = plan_mini_batches(
@@ -186,6 +187,7 @@ def update_actor(services: Services, gap_limit: float | None, batch: TrainBatch,
         step.corrector,
         policy_version=step.number - 1,
         gap_limit=services.gap_limit.fault(gap_limit) if is_limited else None,
+        learning_rate_factor=1.0 if correction is None else correction.learning_rate_factor(),
         measures_survival=services.is_due(rollout.sync_proof.survival_freq, step.number),
     )
     report = record.timed(

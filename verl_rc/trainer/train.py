@@ -133,7 +133,7 @@ def update(services: Services, before: Outcome, inputs: StepInputs, step: Step) 
     if step.number < services.config.trainer.critic_warmup:
         guards.withhold(inputs.batch, step.record)
         return replace(before, left_out=left_out)
-    report = stages.update_actor(services, before.findings.next_gap_limit, inputs.batch, step)
+    report = stages.update_actor(services, before.findings.next_gap_limit, inputs, step)
     left_out = replace(
         left_out,
         skipped=count_skipped_updates(left_out.skipped, report.loss_tokens),

@@ -41,6 +41,11 @@ def test_the_default_measures_and_corrects_nothing() -> None:
             },
             "scales nothing with loss_type=topr",
         ),
+        ({"scale_lr_by_ess": "sqrt"}, "weights that are known before the update, got rollout_is=None"),
+        (
+            {"scale_lr_by_ess": "sqrt", "rollout_is": "token", "proximal": "interpolate"},
+            "got rollout_is=token in interpolated mode",
+        ),
         ({"rejection_denominator": "kept"}, "needs a rejection rule"),
         ({"rejected_in_group_baseline": "exclude"}, "needs decoupled mode and a rejection rule"),
         ({"proximal": "interpolate", "bypass_mode": True}, "has no proximal one; drop one of them"),

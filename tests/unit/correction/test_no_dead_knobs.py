@@ -31,6 +31,8 @@ METRICS_ONLY = {"diagnostics"}
 """Options that change what is measured, never what is trained on."""
 RUN_CONTROL = {"nonfinite_stop_fraction"}
 """Options that decide when a run stops."""
+LEARNING_RATE = {"scale_lr_by_ess"}
+"""Options that change how far an update goes."""
 NEXT_STEP = {"rollout_rs_target_acceptance"}
 """Options that act on the steps after the one they see."""
 
@@ -297,7 +299,7 @@ def test_every_rule_and_every_bound_rejects_something_else(mode: Fields) -> None
 
 def test_every_field_is_walked_or_listed() -> None:
     walked = {key for axis in AXES for key in keys_of(axis)}
-    listed = METRICS_ONLY | RUN_CONTROL | NEXT_STEP
+    listed = METRICS_ONLY | RUN_CONTROL | LEARNING_RATE | NEXT_STEP
     assert walked | listed == set(RolloutCorrectionConfig.model_fields)
     assert not walked & listed
 

@@ -1,5 +1,7 @@
 """Weights of every level on the appendix' rows."""
 
+import math
+
 import pytest
 import torch
 from appendix_a import rows
@@ -70,3 +72,13 @@ def test_a_rollout_log_prob_of_minus_infinity_never_gets_the_largest_weight() ->
     assert result.weights is not None
     assert result.weights[0, 1] == 0
     assert not result.keep_mask[0].any()
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 2 / 3), ("sqrt", math.sqrt(2 / 3)), (None, 1.0)])
+def test_the_learning_rate_follows_the_effective_sample_size(rule: str | None, factor: float) -> None:
+    """Weights 4, 1 and 1: ``(4 + 1 + 1)^2 / (3 (16 + 1 + 1)) = 2/3``."""
+    config = RolloutCorrectionConfig.decoupled_seq_is(10.0).model_copy(update={"scale_lr_by_ess": rule})
+    train = torch.tensor([[math.log(4)], [0.0], [0.0]])
+    mask = torch.ones(3, 1, dtype=torch.bool)
+    result = compute_rollout_correction(train, torch.zeros(3, 1), mask, config)
+    assert result.learning_rate_factor() == pytest.approx(factor, rel=1e-6)

@@ -184,7 +184,7 @@ class PolicyWorker(Learner):
                         gap.require_at_most(request.gap_limit, "this step's rollouts")
                 loss_tokens.append(num_loss_tokens)
                 if num_loss_tokens:
-                    totals.steps.append(self.model.step())
+                    totals.steps.append(self.model.step(request.learning_rate_factor))
                 else:
                     # A step with gradients of 0 would still change the weights, by AdamW's moments and weight
                     # decay.
@@ -192,7 +192,8 @@ class PolicyWorker(Learner):
             survival_sums = (
                 None if survival is None else survival.sums(self._weights.trained(), self._rounding)
             )
-        records = [Metric("actor/lr", self.model.advance_schedule(), Reduction.LAST)]
+        rate = self.model.advance_schedule() * request.learning_rate_factor
+        records = [Metric("actor/lr", rate, Reduction.LAST)]
         records += totals.metrics(is_first_rank=self._address.rank == 0)
         records += memory_metrics(self._device)
         if survival_sums is not None:

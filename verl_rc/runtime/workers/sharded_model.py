@@ -155,8 +155,9 @@ class LearningModel(ShardedModel):
         """Add the gradients of a loss, multiplied by the loss scale; ``step`` divides by it."""
         self._loss_scale.scale(loss).backward()
 
-    def step(self) -> OptimizerStep:
-        """Clip the gradient and take an optimizer step; skip it where the gradient is not finite."""
+    def step(self, learning_rate_factor: float = 1.0) -> OptimizerStep:
+        """Clip the gradient and take an optimizer step with a part of the schedule's learning rate; skip it
+        where the gradient is not finite."""
         self._loss_scale.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._clip_grad)
         # The norm of sharded gradients is a DTensor with this rank's part of it. Gathered, it is the same on
@@ -165,6 +166,9 @@ class LearningModel(ShardedModel):
         # clip_grad_norm_ has multiplied all gradients by max_norm / norm: a norm of NaN has made all of them
         # NaN.
         if step.outcome == "trained":
+            rates = self._scheduler.get_last_lr()
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * learning_rate_factor
             self.optimizer.step()
         self.optimizer.zero_grad()
         self._loss_scale.adjust()

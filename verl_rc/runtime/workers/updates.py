@@ -19,6 +19,8 @@ class UpdateRequest:
     gap_limit: float | None = None
     """The largest mean gap of engine and trainer before the first update that a correction in the actor
     accepts, nats. None means no limit."""
+    learning_rate_factor: float = 1.0
+    """Multiplies the learning rate of the schedule in all updates of the step."""
     measures_survival: bool = False
     """Measure the share of the step's updates that survives the engines' rounding."""
 

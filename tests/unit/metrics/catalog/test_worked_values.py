@@ -1292,7 +1292,7 @@ def penalties_of_the_divergence():
     batch = train_batch()
     record.ledger.add_sampled(int(batch.response_mask.sum()))
     with patch("verl_rc.trainer.stages.plan_mini_batches", return_value=[]):
-        update_actor(services, None, batch, step)
+        update_actor(services, None, SimpleNamespace(batch=batch, correction=None), step)
     expected = {
         "actor/reward_kl_penalty": (2 + 1 / 2) / 2,
         "actor/reward_kl_penalty_coeff": 0.1,

@@ -97,3 +97,23 @@ def test_what_is_freed_is_given_back_after_every_use(
     finally:
         monkeypatch.undo()
         worker.close()
+
+
+def test_a_factor_scales_the_learning_rate_of_one_step_alone(model_folder: Path) -> None:
+    """AdamW's first step moves every weight with a gradient by the learning rate, whatever the gradient."""
+    config = small_run_config(
+        model_folder, *(f"actor_rollout_ref.actor.optim.{own}" for own in ("weight_decay=0", "lr=0.01"))
+    )
+    worker = PolicyWorker(config, RankAddress(0, 1, "127.0.0.1", free_port()), total_steps=10)
+    rate, moved = config.actor_rollout_ref.actor.optim.lr, list[float]()
+    try:
+        for factor in (0.25, 1.0):
+            before = weights(worker)
+            for parameter in worker.model.module.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            worker.model.step(factor)
+            after = weights(worker)
+            moved.append(max(float((after[name] - before[name]).abs().max()) for name in before))
+        assert moved == pytest.approx([0.25 * rate, rate], rel=1e-3)
+    finally:
+        worker.close()
