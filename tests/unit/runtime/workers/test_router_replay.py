@@ -13,8 +13,9 @@ from transformers import Qwen2ForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausa
 
 from verl_rc.records.batches import TokenBatch
 from verl_rc.runtime.distributed.sequence_parallel import SequenceParallel
-from verl_rc.runtime.workers.forward import ForwardOptions, PackedSequences, score_tokens
+from verl_rc.runtime.workers.forward import ForwardOptions, score_tokens
 from verl_rc.runtime.workers.language_model import load_causal_lm
+from verl_rc.runtime.workers.packing import PackedSequences
 from verl_rc.runtime.workers.router_replay import RouterReplay
 
 LAYERS, TOP_K, EXPERTS = 2, 2, 5
@@ -195,11 +196,8 @@ def test_ranks_that_share_tokens_share_their_experts(folder: str) -> None:
     given = [torch.randint(0, EXPERTS, (length, LAYERS, TOP_K)) for length in (13, 12)]
     full, packed = with_experts(tokens, given), PackedSequences.from_tokens(tokens)
     replay, group = RouterReplay(model), cast("dist.ProcessGroup", None)
-    whole = packed.routes(full, ForwardOptions(), replay)
-    parts = [
-        packed.routes(full, ForwardOptions(ranks=SequenceParallel(group, rank, 3)), replay)
-        for rank in range(3)
-    ]
+    whole = replay.packed_routes(full, packed.predictors, packed.is_response, len(packed.token_ids))
+    parts = [packed.model_routes(whole, True, SequenceParallel(group, rank, 3)) for rank in range(3)]
     assert [len(part.is_known) for part in parts] == [9, 9, 9]
     for name in ("expert_ids", "is_known"):
         together = torch.cat([getattr(part, name) for part in parts])

@@ -22,9 +22,10 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 from verl_rc.config.models import ModelConfig
-from verl_rc.runtime.workers.forward import ForwardOptions, PackedSequences, packed_logits, score_tokens
+from verl_rc.runtime.workers.forward import ForwardOptions, packed_logits, score_tokens
 from verl_rc.runtime.workers.language_model import load_causal_lm
 from verl_rc.runtime.workers.lora import adapters_off, add_adapters
+from verl_rc.runtime.workers.packing import PackedSequences
 from verl_rc.runtime.workers.scoring_head import add_scoring
 from verl_rc.tensor_ops import logprobs
 
