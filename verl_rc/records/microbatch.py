@@ -4,24 +4,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-
-def balanced_partition(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Row numbers in ``num_parts`` lists whose token sums are nearly equal; each list ascending.
-
-    Longest-processing-time greedy (Graham 1969): longest row first, always to the lightest part, never more
-    than ``ceil(rows / parts)`` rows to one part, so the numbers of rows differ by at most one when they do
-    not divide.
-    """
-    most_rows = -(-len(lengths) // num_parts)
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    loads = [(0, part) for part in range(num_parts)]
-    for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
-        load, part = heapq.heappop(loads)
-        parts[part].append(row)
-        if len(parts[part]) < most_rows:
-            heapq.heappush(loads, (load + lengths[row], part))
-    return [sorted(part) for part in parts]
-
+from verl_rc.records.shared_prefixes import Family, SharedPrefixes
 
 MicroBatches = list[list[int]]
 
@@ -46,33 +29,116 @@ class MicroBatchLimit:
         return self if self.max_tokens is None else MicroBatchLimit(max_tokens=self.max_tokens * ranks)
 
 
-def assign_rows(lengths: Sequence[int], num_ranks: int, limit: MicroBatchLimit) -> list[MicroBatches]:
+def assign_rows(
+    lengths: Sequence[int],
+    num_ranks: int,
+    limit: MicroBatchLimit,
+    prefixes: SharedPrefixes | None = None,
+) -> list[MicroBatches]:
     """Give every row to one rank and cut each rank's rows into micro-batches.
 
-    ``lengths`` are the rows' token counts. Returns for each rank its micro-batches (lists of row numbers).
-    Every rank gets the same *number* of micro-batches, because FSDP's collectives need all ranks in every
-    forward pass; a rank with fewer rows gets empty lists, for which it runs a forward pass that contributes
-    nothing.
+    ``lengths`` are the rows' token counts. With ``prefixes``, rows that share one go to the same rank and
+    micro-batch where balance and limit allow, and a prefix counts once in each micro-batch. Returns for each
+    rank its micro-batches (lists of row numbers). Every rank gets the same *number* of micro-batches, because
+    FSDP's collectives need all ranks in every forward pass; a rank with fewer rows gets empty lists, for
+    which it runs a forward pass that contributes nothing.
     """
-    per_rank = balanced_partition(lengths, num_ranks)
-    micro_batches = [_cut(rows, lengths, limit) for rows in per_rank]
+    per_rank = balanced_partition(lengths, num_ranks, prefixes)
+    micro_batches = [_cut(_families(rows, prefixes), lengths, limit) for rows in per_rank]
     count = max((len(batches) for batches in micro_batches), default=0)
     return [batches + [[] for _ in range(count - len(batches))] for batches in micro_batches]
 
 
-def _cut(rows: list[int], lengths: Sequence[int], limit: MicroBatchLimit) -> MicroBatches:
+def balanced_partition(
+    lengths: Sequence[int], num_parts: int, prefixes: SharedPrefixes | None = None
+) -> list[list[int]]:
+    """Row numbers in ``num_parts`` lists whose token sums are nearly equal; each list ascending.
+
+    No part gets more than ``ceil(rows / parts)`` rows, so the numbers of rows differ by at most one when they
+    do not divide. Families of rows that share a prefix are cut into ever smaller pieces, and the cut whose
+    largest part has the fewest tokens is taken.
+    """
+    rows = range(len(lengths))
+    if prefixes is None or num_parts == 1:
+        return _in_parts([[(row, 0)] for row in rows], lengths, num_parts)
+    families = prefixes.families()
+    fair = sum(num_tokens(family, lengths) for family in families) / num_parts
+    tries = []
+    for most_tokens in (fair, fair / 2, fair / 4, 0.0):
+        pieces = [piece for family in families for piece in _pieces(family, lengths, most_tokens)]
+        parts = _in_parts(pieces, lengths, num_parts)
+        largest = max(
+            sum(num_tokens(family, lengths) for family in _families(part, prefixes)) for part in parts
+        )
+        tries.append((largest, parts))
+    return min(tries, key=lambda one: one[0])[1]
+
+
+def num_tokens(family: Family, lengths: Sequence[int]) -> int:
+    """Tokens of rows of which each shares some with the one before it."""
+    return sum(lengths[row] for row, _ in family) - sum(common for _, common in family[1:])
+
+
+def _in_parts(families: Sequence[Family], lengths: Sequence[int], num_parts: int) -> list[list[int]]:
+    """The rows of ``families`` in parts, by longest-processing-time greedy (Graham 1969): the largest first,
+    always to the lightest part with room for it; where none has, what fits."""
+    most_rows = -(-sum(map(len, families)) // num_parts)
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    loads = [(0, part) for part in range(num_parts)]
+    waiting = sorted(families, key=lambda family: (num_tokens(family, lengths), -family[0][0]))
+    while waiting:
+        family, passed = waiting.pop(), list[tuple[int, int]]()
+        while loads and len(parts[loads[0][1]]) + len(family) > most_rows:
+            passed.append(heapq.heappop(loads))
+        load, part = heapq.heappop(loads) if loads else passed.pop(0)
+        room = most_rows - len(parts[part])
+        if len(family) > room:
+            waiting.append(family[room:])
+        parts[part] += [row for row, _ in family[:room]]
+        for entry in (*passed, (load + num_tokens(family[:room], lengths), part)):
+            if len(parts[entry[1]]) < most_rows:
+                heapq.heappush(loads, entry)
+    return [sorted(part) for part in parts]
+
+
+def _families(rows: list[int], prefixes: SharedPrefixes | None) -> list[Family]:
+    """The families of some rows, by their first row."""
+    if prefixes is None:
+        return [[(row, 0)] for row in rows]
+    families = prefixes.of(rows).families()
+    return sorted([[(rows[place], common) for place, common in family] for family in families], key=min)
+
+
+def _pieces(family: Family, lengths: Sequence[int], most_tokens: float) -> list[Family]:
+    """The family in pieces of at most ``most_tokens``; a longer row is a piece of its own."""
+    pieces: list[Family] = []
+    room = 0.0
+    for row, common in family:
+        if not pieces or lengths[row] - common > room:
+            pieces.append([])
+            room, common = most_tokens, 0
+        pieces[-1].append((row, common))
+        room -= lengths[row] - common
+    return pieces
+
+
+def _cut(families: list[Family], lengths: Sequence[int], limit: MicroBatchLimit) -> MicroBatches:
     if limit.max_rows is not None:
+        rows = [row for family in families for row, _ in family]
         return [rows[start : start + limit.max_rows] for start in range(0, len(rows), limit.max_rows)]
     assert limit.max_tokens is not None
+    pieces = [piece for family in families for piece in _pieces(family, lengths, limit.max_tokens)]
     batches: MicroBatches = []
     room: list[int] = []
-    for row in sorted(rows, key=lambda r: -lengths[r]):
-        fitting = [index for index, free in enumerate(room) if free >= lengths[row]]
+    for piece in sorted(pieces, key=lambda piece: -num_tokens(piece, lengths)):
+        tokens = num_tokens(piece, lengths)
+        fitting = [index for index, free in enumerate(room) if free >= tokens]
+        rows = [row for row, _ in piece]
         if fitting:
             tightest = min(fitting, key=lambda index: room[index])
-            batches[tightest].append(row)
-            room[tightest] -= lengths[row]
+            batches[tightest] += rows
+            room[tightest] -= tokens
         else:
-            batches.append([row])
-            room.append(limit.max_tokens - lengths[row])
+            batches.append(rows)
+            room.append(limit.max_tokens - tokens)
     return batches
