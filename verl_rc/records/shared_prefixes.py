@@ -1,16 +1,18 @@
 """Prefixes that rows have in common, found by their tokens: a model computes them once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from verl_rc.records.batches import TokenBatch
+
 Column = np.ndarray[Any, Any]
 
 LEAST_SAVED = 0.1
-"""Share of a row, and of a micro-batch, from which what others compute anyway is worth another layout."""
+"""Share of a row that must be computed anyway for the row not to compute it."""
 _ANY = 1 << 62
 """More tokens than a row has."""
 
@@ -28,6 +30,9 @@ class SharedPrefixes:
     """Tokens that each row of ``order`` has in common with the one before it, from the first token on; 0
     where they are less than ``LEAST_SAVED`` of it."""
 
+    lengths: list[int]
+    """Tokens of each row, by its number."""
+
     @classmethod
     def found(cls, rows: Sequence[Column]) -> "SharedPrefixes":
         """The prefixes of rows: arrays whose first axis are tokens, of one type. Equal entries make equal
@@ -35,9 +40,17 @@ class SharedPrefixes:
         # Sorted by bytes, rows that begin alike lie side by side.
         order = sorted(range(len(rows)), key=lambda row: rows[row].tobytes())
         common = [0, *(_num_equal(rows[a], rows[b]) for a, b in pairwise(order))]
-        lengths = [len(rows[row]) for row in order]
-        shared = [n if n >= LEAST_SAVED * length else 0 for n, length in zip(common, lengths, strict=True)]
-        return cls(order, shared)
+        return cls.worthwhile(order, common, [len(row) for row in rows])
+
+    @classmethod
+    def worthwhile(cls, order: list[int], common: Iterable[int], lengths: list[int]) -> "SharedPrefixes":
+        """Of the tokens that each row of ``order`` has in ``common`` with the one before it those that are
+        worth it."""
+        shared = [
+            tokens if tokens >= LEAST_SAVED * lengths[row] else 0
+            for row, tokens in zip(order, common, strict=True)
+        ]
+        return cls(order, shared, lengths)
 
     @property
     def saved_tokens(self) -> int:
@@ -47,14 +60,14 @@ class SharedPrefixes:
     def of(self, rows: Sequence[int]) -> "SharedPrefixes":
         """The prefixes of some of the rows, which are numbered by their place in ``rows``."""
         place = {row: index for index, row in enumerate(rows)}
-        order, shared, common = list[int](), list[int](), 0
+        order, commons, common = list[int](), list[int](), 0
         for row, with_previous in zip(self.order, self.shared, strict=True):
             common = min(common, with_previous)
             if row in place:
                 order.append(place[row])
-                shared.append(common)
+                commons.append(common)
                 common = _ANY
-        return SharedPrefixes(order, shared)
+        return SharedPrefixes.worthwhile(order, commons, [self.lengths[row] for row in rows])
 
     def families(self) -> list["Family"]:
         """Rows that share a prefix, family by family; a row that shares none is a family of its own."""
@@ -68,6 +81,32 @@ class SharedPrefixes:
 
 Family = list[tuple[int, int]]
 """Rows that share a prefix, each with the number of tokens that it shares with the one before it."""
+
+
+def token_entries(ids: Column, experts: Column | None = None) -> Column:
+    """uint8 ``[L, bytes]``, equal for tokens that are computed alike: their ids, and what ``experts`` (uint8
+    ``[L, X]``) says of theirs."""
+    entries = np.ascontiguousarray(ids, np.int32).view(np.uint8).reshape(len(ids), 4)
+    return entries if experts is None else np.hstack([entries, experts])
+
+
+def prefixes_of_rows(tokens: TokenBatch) -> SharedPrefixes:
+    """The prefixes of prompts and responses, up to the first restart of each row. Rows with recorded experts
+    share none, because nothing says here whether theirs are equal."""
+    if tokens.experts_counts is not None:
+        lengths = tokens.sequence_lengths.tolist()
+        return SharedPrefixes(list(range(len(lengths))), [0] * len(lengths), lengths)
+    restarts = None if tokens.restarts is None else tokens.restarts.numpy()
+    prompts, responses = tokens.prompts.numpy(), tokens.responses.numpy()
+    rows = list[Column]()
+    for row, (prompt, response) in enumerate(
+        zip(tokens.prompt_lengths.tolist(), tokens.response_lengths.tolist(), strict=True)
+    ):
+        if restarts is not None and restarts[row, :response].any():
+            response = int(restarts[row].argmax())
+        ids = np.concatenate([prompts[row, len(prompts[row]) - prompt :], responses[row, :response]])
+        rows.append(token_entries(ids))
+    return SharedPrefixes.found(rows)
 
 
 def _num_equal(first: Column, second: Column) -> int:

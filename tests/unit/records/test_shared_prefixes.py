@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_rc.records import shared_prefixes
-from verl_rc.records.shared_prefixes import SharedPrefixes
+from verl_rc.records.batches import TokenBatch
+from verl_rc.records.shared_prefixes import SharedPrefixes, prefixes_of_rows
 
 Rows = list[list[int]]
 ROWS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=12)
@@ -72,3 +74,34 @@ def test_tokens_with_other_columns_are_not_equal() -> None:
     other[1, 1] = 9
     assert SharedPrefixes.found([row, other]).saved_tokens == 1
     assert SharedPrefixes.found([row, row]).saved_tokens == 3
+
+
+def batch_of_two(**further: torch.Tensor) -> TokenBatch:
+    """A prompt of 3 tokens, and 4 tokens of a response of which 3 are equal."""
+    return TokenBatch(
+        prompts=torch.tensor([[0, 5, 6, 7]] * 2),
+        prompt_lengths=torch.tensor([3, 3]),
+        responses=torch.tensor([[8, 9, 8, 4], [8, 9, 8, 3]]),
+        response_lengths=torch.tensor([4, 4]),
+        batch_size=[2],
+        **further,
+    )
+
+
+def test_prompts_and_responses_of_a_batch_are_found_across_their_border() -> None:
+    other = batch_of_two()
+    other.prompts[1], other.prompt_lengths[1] = torch.tensor([5, 6, 7, 8]), 4
+    other.responses[1] = torch.tensor([9, 8, 3, 3])
+    assert prefixes_of_rows(batch_of_two()).saved_tokens == prefixes_of_rows(other).saved_tokens == 6
+
+
+def test_a_row_shares_up_to_its_first_restart() -> None:
+    restarts = torch.zeros(2, 4, dtype=torch.bool)
+    restarts[0, 2] = True
+    assert prefixes_of_rows(batch_of_two(restarts=restarts)).saved_tokens == 5
+
+
+def test_rows_with_recorded_experts_share_none() -> None:
+    counts = torch.ones(2, 4, dtype=torch.int64)
+    ids = torch.zeros(2, 4, dtype=torch.uint8)
+    assert prefixes_of_rows(batch_of_two(experts_counts=counts, experts_ids=ids)).saved_tokens == 0

@@ -1,6 +1,7 @@
 """Attention within packed sequences, as transformers calls it, and which models it cannot serve."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,20 +16,78 @@ PACKED_ATTENTION = "verl_rc_packed_sdpa"
 
 
 @dataclass(frozen=True)
+class Branches:
+    """Sequences that begin with tokens of other packed sequences; only the tokens after those are packed
+    again, behind all whole sequences."""
+
+    own_lengths: Tensor
+    """int64 ``[S]``: the tokens of each that are its own, at least 1."""
+    lengths: Tensor
+    """int64 ``[S]``: all its tokens."""
+    keys: Tensor
+    """int64 ``[sum of lengths]``: packed positions of all its tokens, sequence after sequence."""
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """The most own tokens, and the most tokens, of a sequence."""
+        return int(self.own_lengths.max()), int(self.lengths.max())
+
+    @cached_property
+    def grids(self) -> "list[BranchGrid]":
+        """The branches in grids, those in one whose numbers of own tokens differ by less than a factor of
+        two."""
+        own_ends, ends = self.own_lengths.cumsum(0), self.lengths.cumsum(0)
+        sizes = self.own_lengths.double().log2().floor()
+        return [self._grid((sizes == size).nonzero()[:, 0], own_ends, ends) for size in sizes.unique()]
+
+    def _grid(self, rows: Tensor, own_ends: Tensor, ends: Tensor) -> "BranchGrid":
+        own, lengths = self.own_lengths[rows, None], self.lengths[rows, None]
+        steps = torch.arange(int(lengths.max()), device=self.keys.device)
+        own_steps = steps[: int(own.max())]
+        queries = (own_ends[rows, None] - own + own_steps).where(own_steps < own, 0)
+        keys = self.keys[(ends[rows, None] - lengths + steps).where(steps < lengths, 0)]
+        # Padded queries see a key, too: without any, a softmax is NaN.
+        sees = steps <= (lengths - own + own_steps)[..., None]
+        return BranchGrid(queries, keys, sees[:, None], (own_steps < own).flatten().nonzero()[:, 0])
+
+
+@dataclass(frozen=True)
+class BranchGrid:
+    """Some branches, padded to the longest."""
+
+    queries: Tensor
+    """int64 ``[S, Q]``: places among the own tokens of all branches; 0 on padding."""
+    keys: Tensor
+    """int64 ``[S, K]``: packed positions."""
+    sees: Tensor
+    """bool ``[S, 1, Q, K]``: the keys that a query attends to."""
+    real: Tensor
+    """int64: places of the queries that are not padding, in the flat ``[S * Q]``."""
+
+
+@dataclass(frozen=True)
 class PackedLayout:
     """The boundaries of packed sequences, and the places of their tokens in a padded grid ``[num_sequences,
     max_length]``."""
 
     grid_index: Tensor
-    """int64 ``[N]``: ``row * max_length + position`` of every packed token."""
+    """int64: ``row * max_length + position`` of every token of the whole sequences."""
     position_ids: Tensor
     """int64 ``[N]``: position of every packed token within its sequence, from 0."""
     boundaries: Tensor
-    """int32 ``[num_sequences + 1]``: packed position at which each sequence begins; the last is N."""
+    """int32 ``[num_sequences + 1]``: packed position at which each whole sequence begins; the last is where
+    they end."""
     num_sequences: int
     max_length: int
     ranks: SequenceParallel | None = None
     """The ranks that share the tokens. None if this rank has all of them."""
+    branches: Branches | None = None
+    """Sequences that share their beginning. None if all are whole."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.max_length if self.branches is None else max(self.max_length, self.branches.longest[1])
 
     @classmethod
     def from_lengths(cls, lengths: Tensor, ranks: SequenceParallel | None = None) -> "PackedLayout":
@@ -67,7 +126,7 @@ def packed_sdpa(  # noqa: PLR0913  (the parameters that transformers passes)
     Raises ``ValueError`` when ``sliding_window``, ``softcap`` or sinks (``s_aux``) would change the result:
     they are not built.
     """
-    longest = query.shape[2] if packed_layout is None else packed_layout.max_length
+    longest = query.shape[2] if packed_layout is None else packed_layout.longest
     if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < longest):
         raise ValueError(
             f"{type(module).__name__} wants attention with sliding_window={sliding_window}, "
@@ -89,14 +148,29 @@ def packed_sdpa(  # noqa: PLR0913  (the parameters that transformers passes)
         )
         return output.transpose(1, 2).contiguous(), None
     ranks = packed_layout.ranks
-    count = packed_layout.grid_index.numel()
+    count = packed_layout.position_ids.numel()
     if ranks is not None:
         query, key, value = (part[:, :, :count] for part in ranks.heads_of_all_tokens(query, key, value))
-    if runs_flash_kernels(query) and not dropout:
-        attended = _in_one_kernel(query, key, value, packed_layout, scaling)
-    else:
-        attended = _on_grid(query, key, value, packed_layout, scaling, dropout)
+    attended = _attend(query, key, value, packed_layout, scaling, dropout)
     return attended if ranks is None else ranks.tokens_of_all_heads(attended), None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, dropout: float
+) -> Tensor:
+    """Attention ``[1, N, heads, head_dim]`` of whole sequences, and of branches behind them."""
+    is_flash, end, branches = (
+        runs_flash_kernels(query) and not dropout,
+        len(layout.grid_index),
+        layout.branches,
+    )
+    whole = query[:, :, :end], key[:, :, :end], value[:, :, :end], layout, scaling
+    attended = _in_one_kernel(*whole) if is_flash else _on_grid(*whole, dropout)
+    if branches is None:
+        return attended
+    parts = query[:, :, end:], key, value, branches, scaling
+    own = _branches_in_one_kernel(*parts) if is_flash else _branches_on_grids(*parts, dropout)
+    return torch.cat([attended, own], dim=1)
 
 
 def runs_flash_kernels(query: Tensor) -> bool:
@@ -155,6 +229,55 @@ def _on_grid(
     )
     flat = output.transpose(1, 2).reshape(rows * width, output.shape[1], output.shape[3])
     return flat.index_select(0, index)[None]
+
+
+def _branches_in_one_kernel(
+    query: Tensor, key: Tensor, value: Tensor, branches: Branches, scaling: float | None
+) -> Tensor:
+    """Attention ``[1, own tokens, heads, head_dim]`` of branches over gathered keys and values."""
+    keys, values = (part[0].transpose(0, 1).index_select(0, branches.keys) for part in (key, value))
+    own, whole = (
+        F.pad(lengths.cumsum(0), (1, 0)).int() for lengths in (branches.own_lengths, branches.lengths)
+    )
+    # The last query lies at the last key.
+    attended = varlen_attn(
+        query[0].transpose(0, 1),
+        keys,
+        values,
+        own,
+        whole,
+        *branches.longest,
+        scale=scaling,
+        window_size=(-1, 0),
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    assert isinstance(attended, Tensor)
+    return attended[None]
+
+
+def _branches_on_grids(
+    query: Tensor, key: Tensor, value: Tensor, branches: Branches, scaling: float | None, dropout: float
+) -> Tensor:
+    """Attention ``[1, own tokens, heads, head_dim]`` of branches, in grids of those of similar length."""
+    attended = query.new_zeros(query.shape[2], query.shape[1], query.shape[3])
+
+    def at(packed: Tensor, index: Tensor) -> Tensor:
+        values = packed[0].transpose(0, 1).index_select(0, index.flatten())
+        return values.view(*index.shape, *values.shape[1:]).transpose(1, 2)
+
+    for grid in branches.grids:
+        output = F.scaled_dot_product_attention(
+            at(query, grid.queries),
+            at(key, grid.keys),
+            at(value, grid.keys),
+            grid.sees,
+            dropout,
+            scale=scaling,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
+        own = output.transpose(1, 2).flatten(0, 1).index_select(0, grid.real)
+        attended = attended.index_copy(0, grid.queries.flatten()[grid.real], own)
+    return attended[None]
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_sdpa)

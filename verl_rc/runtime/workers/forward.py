@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from verl_rc.records.batches import TokenBatch, TokenScores, positions_mask, real_rows
 from verl_rc.runtime.distributed.sequence_parallel import SequenceParallel
-from verl_rc.runtime.workers.packing import PackedSequences, packed_inputs
+from verl_rc.runtime.workers.packing import PackedSequences, PrefixSharing, packed_inputs
 from verl_rc.runtime.workers.router_replay import RouterReplay
 from verl_rc.runtime.workers.scoring_head import PredictedTokens
 from verl_rc.tensor_ops import ScoreOptions
@@ -42,6 +42,8 @@ class ForwardOptions:
     ranks: SequenceParallel | None = None
     """The ranks that share the tokens of a micro-batch, which must be packed. None if ranks have different
     micro-batches."""
+    prefixes: PrefixSharing | None = None
+    """Common prefixes of packed rows are computed once. None if all tokens are."""
     replay: RouterReplay | None = None
     """Replays the experts recorded beside tokens. None if tokens take the experts that the model chooses."""
 
@@ -62,15 +64,15 @@ def score_tokens(
     ``options`` have a replay, tokens take these experts. Log-probs of ``candidate_ids`` (integers ``[B, R,
     C]``) and of the ``top_tokens`` most likely tokens are computed too.
     """
-    packed = PackedSequences.from_tokens(tokens)
-    layout = options.remove_padding, options.ranks
-    inputs, predictors = packed.model_inputs(*layout)
-    replay = None if tokens.experts_counts is None else options.replay
+    packed, layout = PackedSequences.from_tokens(tokens), (options.remove_padding, options.ranks)
+    replay, routes = None if tokens.experts_counts is None else options.replay, None
     if replay is not None:
         routes = replay.packed_routes(tokens, packed.predictors, packed.is_response, len(packed.token_ids))
-        replay.use(packed.model_routes(routes, *layout))
-    elif options.replay is not None:
-        options.replay.use(None)
+    if options.prefixes is not None:
+        packed = packed.sharing_prefixes(options.prefixes, routes)
+    inputs, predictors = packed.model_inputs(*layout)
+    if options.replay is not None:
+        options.replay.use(None if routes is None else packed.model_routes(routes, *layout))
     # Row by row and from left to right, the order in which nonzero() lists the predictors.
     targets = tokens.responses[packed.is_response]
     score_options = ScoreOptions(
@@ -109,6 +111,8 @@ def score_values(model: nn.Module, tokens: TokenBatch, options: ForwardOptions) 
     """The critic's value before each response token, float32 ``[B, R]``, read one position to its left; 0 on
     padding."""
     packed = PackedSequences.from_tokens(tokens)
+    if options.prefixes is not None:
+        packed = packed.sharing_prefixes(options.prefixes)
     inputs, predictors = packed.model_inputs(options.remove_padding, options.ranks)
     outputs = model(**inputs).logits.flatten(0, 1)[predictors.positions, 0]
     # float32 before the loss: returns of hundreds have steps of 1 or more in bfloat16.

@@ -1,16 +1,20 @@
 """Rows of prompts and responses as a model takes them: packed or padded, whole or a rank's part of their
 tokens."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from verl_rc.metrics import Mean
 from verl_rc.records.batches import TokenBatch, positions_mask
+from verl_rc.records.shared_prefixes import Column, SharedPrefixes, token_entries
 from verl_rc.runtime.distributed.sequence_parallel import SequenceParallel
-from verl_rc.runtime.workers.attention import PackedLayout
+from verl_rc.runtime.workers.attention import Branches, PackedLayout
 from verl_rc.runtime.workers.router_replay import Routes
 from verl_rc.tensor_ops import placed
 
@@ -24,16 +28,22 @@ def packed_inputs(
     counts (sum N).
     """
     layout = PackedLayout.from_lengths(torch.as_tensor(lengths, device=token_ids.device), ranks)
-    if layout.grid_index.numel() != token_ids.numel():
+    return _arguments(token_ids, layout)
+
+
+def _arguments(token_ids: Tensor, layout: PackedLayout) -> dict[str, Any]:
+    if layout.position_ids.numel() != token_ids.numel():
         raise ValueError(
-            f"lengths must sum to the number of tokens {token_ids.numel()}, got {layout.grid_index.numel()}."
+            f"lengths must sum to the number of tokens {token_ids.numel()}, got "
+            f"{layout.position_ids.numel()}."
         )
-    local_ids, local_positions = (
-        values if ranks is None else ranks.local_part(values) for values in (token_ids, layout.position_ids)
+    ids, positions = (
+        values if layout.ranks is None else layout.ranks.local_part(values)
+        for values in (token_ids, layout.position_ids)
     )
     return {
-        "input_ids": local_ids[None],
-        "position_ids": local_positions[None],
+        "input_ids": ids[None],
+        "position_ids": positions[None],
         "attention_mask": None,
         "use_cache": False,
         "packed_layout": layout,
@@ -76,6 +86,8 @@ class PackedSequences:
     """int64 ``[K]``: packed positions whose outputs predict the K response tokens."""
     is_response: Tensor
     """bool ``[B, R]``: the K response tokens, padding left out."""
+    once: "ComputedOnce | None" = None
+    """The tokens that are computed. None if all are."""
 
     @classmethod
     def from_tokens(cls, tokens: TokenBatch) -> "PackedSequences":
@@ -93,6 +105,23 @@ class PackedSequences:
         # A causal model predicts a token at the position before it.
         return cls(token_ids, lengths, response_token.nonzero()[:, 0] - 1, is_response)
 
+    def sharing_prefixes(self, sharing: "PrefixSharing", routes: Routes | None = None) -> "PackedSequences":
+        """The same sequences with their common prefixes computed once.
+
+        ``routes`` are the experts of the N tokens, which must be equal, too.
+        """
+        experts = None
+        if routes is not None:
+            known = routes.is_known[:, None].to(torch.uint8)
+            experts = torch.cat([known, routes.expert_ids.flatten(1)], dim=1).cpu().numpy()
+        entries = token_entries(self.token_ids.cpu().numpy(), experts)
+        lengths = self.lengths.tolist()
+        prefixes = SharedPrefixes.found(np.split(entries, np.cumsum(lengths)[:-1]))
+        sharing.count(prefixes.saved_tokens, len(entries))
+        if not prefixes.saved_tokens:
+            return self
+        return replace(self, once=ComputedOnce.from_prefixes(prefixes, lengths, self.token_ids.device))
+
     def model_inputs(
         self, remove_padding: bool, ranks: SequenceParallel | None
     ) -> tuple[dict[str, Any], Predictors]:
@@ -109,10 +138,16 @@ class PackedSequences:
                 "use_cache": False,
             }
             return padded_inputs, Predictors(places[self.predictors])
-        inputs = packed_inputs(self.token_ids, self.lengths, ranks)
+        token_ids, predictors = self.token_ids, self.predictors
+        if self.once is None:
+            layout = PackedLayout.from_lengths(self.lengths, ranks)
+        else:
+            token_ids, predictors = token_ids[self.once.sources], self.once.places[predictors]
+            layout = self.once.layout(ranks)
+        inputs = _arguments(token_ids, layout)
         if ranks is None:
-            return inputs, Predictors(self.predictors)
-        is_local, positions = ranks.local_positions(self.predictors, self.token_ids.numel())
+            return inputs, Predictors(predictors)
+        is_local, positions = ranks.local_positions(predictors, token_ids.numel())
         return inputs, Predictors(positions, ranks, is_local)
 
     def _real_positions(self) -> Tensor:
@@ -125,10 +160,89 @@ class PackedSequences:
         if not remove_padding:
             real = self._real_positions().flatten()
             return Routes(*(placed(values, real) for values in packed))
-        if ranks is None:
-            return routes
-        return Routes(*map(ranks.local_part, packed))
+        if self.once is not None:
+            packed = packed[0][self.once.sources], packed[1][self.once.sources]
+        return Routes(*(packed if ranks is None else map(ranks.local_part, packed)))
 
     def to_grid(self, values: Tensor) -> Tensor:
         """``values`` ``[K, …]`` at their places in ``[B, R, …]``, 0 elsewhere."""
         return placed(values, self.is_response)
+
+
+class PrefixSharing:
+    """Common prefixes of packed rows are computed once; counts what that saves."""
+
+    def __init__(self) -> None:
+        """Nothing was saved yet."""
+        self._saved = self._total = 0
+
+    def count(self, saved_tokens: int, total_tokens: int) -> None:
+        """Add a micro-batch."""
+        self._saved += saved_tokens
+        self._total += total_tokens
+
+    def take_fraction(self) -> Mean[float]:
+        """The share of tokens that were not computed since the last call."""
+        fraction = Mean(float(self._saved), float(self._total))
+        self._saved = self._total = 0
+        return fraction
+
+
+@dataclass(frozen=True)
+class ComputedOnce:
+    """The M tokens of packed sequences that are computed: those of whole sequences, then the own tokens of
+    branches, which begin with tokens of other sequences."""
+
+    sources: Tensor
+    """int64 ``[M]``: the places of these tokens among the N packed ones."""
+    places: Tensor
+    """int64 ``[N]``: of each packed token, which of the M stands for it."""
+    position_ids: Tensor
+    """int64 ``[M]``."""
+    whole_lengths: Tensor
+    """int64: tokens of each whole sequence."""
+    branches: Branches | None
+    """None if rows are equal, or the beginning of others."""
+
+    @classmethod
+    def from_prefixes(
+        cls, prefixes: SharedPrefixes, lengths: Sequence[int], device: torch.device
+    ) -> "ComputedOnce":
+        """Lay out sequences of ``lengths`` tokens."""
+        rows = list(zip(prefixes.order, prefixes.shared, strict=True))
+        begins = np.cumsum([0, *lengths])
+        whole_lengths = [lengths[row] for row, shared in rows if not shared]
+        next_whole, next_own = 0, sum(whole_lengths)
+        places = np.empty(begins[-1], np.int64)
+        sources, position_ids = np.empty((2, begins[-1] - prefixes.saved_tokens), np.int64)
+        branches, keys, previous = list[tuple[int, int]](), list[Column](), places[:0]
+        for row, shared in rows:
+            own, mine = lengths[row] - shared, places[begins[row] : begins[row + 1]]
+            if shared:
+                first, next_own = next_own, next_own + own
+            else:
+                first, next_whole = next_whole, next_whole + own
+            mine[:shared], mine[shared:] = previous[:shared], np.arange(first, first + own)
+            position_ids[first : first + own] = np.arange(shared, lengths[row])
+            sources[first : first + own] = begins[row] + position_ids[first : first + own]
+            if shared and own:
+                branches.append((own, lengths[row]))
+                keys.append(mine)
+            previous = mine
+
+        def on_device(values: Column | list[int]) -> Tensor:
+            return torch.as_tensor(values, dtype=torch.int64, device=device)
+
+        own_lengths, branch_lengths = on_device(np.array(branches).reshape(-1, 2)).T
+        return cls(
+            on_device(sources),
+            on_device(places),
+            on_device(position_ids),
+            on_device(whole_lengths),
+            Branches(own_lengths, branch_lengths, on_device(np.concatenate(keys))) if keys else None,
+        )
+
+    def layout(self, ranks: SequenceParallel | None) -> PackedLayout:
+        """The layout of the M tokens."""
+        whole = PackedLayout.from_lengths(self.whole_lengths, ranks)
+        return replace(whole, position_ids=self.position_ids, branches=self.branches)
