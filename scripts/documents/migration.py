@@ -119,6 +119,10 @@ OTHER_DEFAULTS: Mapping[str, tuple[object, str]] = {
         False,
         "the temperature decides, as it does in verl, where this key is without effect",
     ),
+    "actor_rollout_ref.model.share_prefixes": (
+        False,
+        "a prompt is computed once for its group, on every path; verl calls it use_prefix_grouper",
+    ),
     "critic.model.path": ("~/models/deepseek-llm-7b-chat", _FOLLOWS_MODEL),
     "critic.model.trust_remote_code": (False, _FOLLOWS_MODEL),
     "critic.model.enable_gradient_checkpointing": (True, _FOLLOWS_MODEL),
@@ -244,7 +248,7 @@ def _moved() -> str:
     return (
         "\n## Keys by another name\n\nTheir values are taken over:\n\n"
         + table(("verl", "here"), ((f"`{key}`", f"`{new_key}`") for key, new_key in (MOVED | values).items()))
-        + "\nThese belong to verl's recipes for asynchronous training:\n\n"
+        + "\nThese depend on other keys, most in verl's recipes for asynchronous training:\n\n"
         + table(("verl", "here"), ((f"`{key}`", replacement) for key, replacement in WRITTEN_HERE.items()))
         + "\nThese must be written as they are called here, because verl itself may ignore them:\n\n"
         + table(("verl", "write"), ((f"`{key}`", f"`{new_key}`") for key, new_key in sorted(RENAMED.items())))

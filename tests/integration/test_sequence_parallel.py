@@ -1,5 +1,5 @@
-"""Ranks that share the tokens of their micro-batches compute what one rank computes: scores, losses,
-gradients, statistics."""
+"""Ranks that share the tokens of their micro-batches, and rows that share a prompt, compute what one rank
+computes row by row: scores, losses, gradients, statistics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ from verl_rc.runtime.workers.micro_batches import ObjectiveTotals
 from verl_rc.runtime.workers.policy_worker import PolicyWorker, ReferenceWorker
 
 LENGTHS = [7, 2, 5, 0, 1, 6, 7, 3]
-"""Of responses; prompts have 1 to 6 tokens. Micro-batches have 20, 4, 6 and 25: one rank makes all
-predictions of the third."""
+"""Of responses; prompts have 1 to 6 tokens, rows 0 to 2 and 5 to 7 one of 6 each. Micro-batches have 20, 4, 6
+and 22 distinct tokens: one rank makes all predictions of the third."""
 REJECTED = (2, 6)
 SPLITS = {1: [[[0, 1, 2], [3], [4], [5, 6, 7]]], 2: [[[0, 1], [2, 3]], [[4, 5, 6, 7], []]]}
 """Micro-batches of each share of the rows."""
@@ -61,6 +61,7 @@ class Case:
 
 
 CASES = {
+    "one rank": Case(1, 1),
     "two ranks": Case(2, 2),
     "adapters": Case(2, 2, ADAPTERS, ("decoupled",)),
     "more ranks than heads of keys": Case(
@@ -87,7 +88,15 @@ def share_of(batch: TrainBatch, micro_batches: list[list[int]]) -> MiniBatch:
     return MiniBatch(micro_batches, int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum()))
 
 
-def run_case(case: Case, rank: int, folder: Path, ports: list[int]) -> Found:
+def batch_of_groups(rejected: tuple[int, ...] = ()) -> TrainBatch:
+    batch = make_train_batch(LENGTHS, rejected)
+    for rows in ([0, 1, 2], [5, 6, 7]):
+        batch.tokens.prompts[rows] = batch.tokens.prompts[rows[0]].clone()
+        batch.tokens.prompt_lengths[rows] = 6
+    return batch
+
+
+def run_case(case: Case, rank: int, folder: Path, ports: list[int], share_prefixes: str = "auto") -> Found:
     """What actor, critic and reference compute on one of the ranks."""
     sizes = [f"{role}.{KEY}={case.sharing}" for role in (ACTOR, "critic")]
     learns = (
@@ -100,7 +109,9 @@ def run_case(case: Case, rank: int, folder: Path, ports: list[int]) -> Found:
     full = "algorithm.rollout_correction.diagnostics=full"
     ranks = f"trainer.n_gpus_per_node={case.ranks}"
     batches = ("data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=8")
-    config = small_run_config(folder, ranks, *batches, *sizes, *learns, *precision, full, *case.overrides)
+    prefixes = f"actor_rollout_ref.model.share_prefixes={share_prefixes}"
+    every = (*batches, *sizes, *learns, *precision, full, prefixes, *case.overrides)
+    config = small_run_config(folder, ranks, *every)
     addresses = [RankAddress(rank, case.ranks, "127.0.0.1", port) for port in ports]
     micro_batches = SPLITS[case.ranks // case.sharing][rank // case.sharing]
     torch.manual_seed(3)
@@ -119,14 +130,14 @@ def run_case(case: Case, rank: int, folder: Path, ports: list[int]) -> Found:
     critic.close()
     reference = ReferenceWorker(config, addresses[2], total_steps=10)
     reference._top_tokens = 3  # as a teacher's
-    scores = scored(reference.compute_log_probs, make_train_batch(LENGTHS).tokens, micro_batches)
+    scores = scored(reference.compute_log_probs, batch_of_groups().tokens, micro_batches)
     found |= dict(zip(("reference", "its likeliest tokens", "their log-probs"), scores, strict=True))
     leave_trainer_group()
     return found
 
 
 def actor_numbers(worker: PolicyWorker, micro_batches: list[list[int]], corrections: Sequence[str]) -> Found:
-    tokens = make_train_batch(LENGTHS).tokens
+    tokens = batch_of_groups().tokens
     scores = scored(worker.compute_log_probs, tokens, micro_batches)
     found: Found = dict(
         zip(("log-probs", "entropies", "sums of squares", "varentropies"), scores, strict=True)
@@ -145,7 +156,7 @@ def actor_numbers(worker: PolicyWorker, micro_batches: list[list[int]], correcti
         chosen = type(worker._actor.policy_loss).model_validate(loss)
         worker._actor = worker._actor.model_copy(update={"policy_loss": chosen})
         bypass = worker._correction.bypass_mode
-        batch = make_train_batch(LENGTHS, () if bypass else REJECTED)
+        batch = batch_of_groups(() if bypass else REJECTED)
         if name.startswith("supports"):
             add_supports(batch, worker.model.module.config.vocab_size)
         near = everything + 0.1 * torch.randn(everything.shape, generator=torch.Generator().manual_seed(7))
@@ -183,7 +194,7 @@ def add_top_tokens(batch: TrainBatch, vocabulary: int) -> None:
 
 
 def critic_numbers(worker: CriticWorker, micro_batches: list[list[int]]) -> Found:
-    batch = make_train_batch(LENGTHS)
+    batch = batch_of_groups()
     (values,) = scored(worker.compute_values, batch.tokens, micro_batches)
     targets = torch.where(batch.response_mask, torch.linspace(-3.0, 3.0, 56).view(8, 7), 0.0)
     rows = CriticBatch(batch.tokens, batch.response_mask, torch.zeros_like(targets), targets, batch_size=[8])
@@ -212,7 +223,10 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Found]]
 
 @pytest.fixture(scope="module")
 def alone(shared: tuple[Path, list[Found]]) -> dict[tuple[str, ...], Found]:
-    weights, adapters = (run_case(case, 0, shared[0], [free_port() for _ in range(3)]) for case in ALONE)
+    weights, adapters = (
+        run_case(case, 0, shared[0], [free_port() for _ in range(3)], share_prefixes="False")
+        for case in ALONE
+    )
     return {(): weights, CHECKPOINTS: weights, COPIES: weights, ADAPTERS: adapters}
 
 

@@ -282,6 +282,11 @@ def _scoring_passes(config: RunConfig) -> dict[str, tuple[RolloutConfig | Refere
 
 def _sharding(config: RunConfig) -> Iterator[str]:
     ranks, policy = config.num_ranks, config.actor_rollout_ref
+    if policy.model.share_prefixes is True and not policy.model.use_remove_padding:
+        yield (
+            "actor_rollout_ref.model.share_prefixes=True needs packed rows, but "
+            "actor_rollout_ref.model.use_remove_padding=False was given; drop one of them."
+        )
     for role, fsdp in config.fsdp_configs.items():
         section, sharing = FSDP_SECTIONS[role], fsdp.ulysses_sequence_parallel_size
         if ranks % sharing:

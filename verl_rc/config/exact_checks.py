@@ -33,6 +33,7 @@ def check_exact_mode(config: RunConfig) -> Iterator[str]:
         f"{_ROLLOUT}.min_p": (rollout.min_p, 0.0),
         f"{_MODEL}.lora_rank": (model.lora_rank, 0),
         f"{_MODEL}.head_dtype": (model.head_dtype, None),
+        f"{_MODEL}.share_prefixes": (model.share_prefixes or "auto", "auto"),
         **shares,
     }
     if config.async_training.on_update == "keep":

@@ -224,6 +224,11 @@ class ActorRolloutRefConfig(StrictModel):
     """Engine, actor and reference compute the same bits (docs/exact.md); a log-prob that differs ends the
     run. Never run on a GPU."""
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether tokens that rows have in common may be computed once."""
+        return self.model.share_prefixes is not False and self.model.use_remove_padding and not self.exact
+
 
 class RunConfig(StrictModel):
     """A whole run."""

@@ -85,7 +85,9 @@ def open_run(
         stack.enter_context(WATCHDOG.watching(config.trainer.hang_timeout_seconds, folder))
         stack.enter_context(TRACE.writing(folder / TRACE_FILE if config.async_training.trace else None))
         placement = plan_placement(config)
-        processes = RankProcesses(placement, config.sequence_parallel_sizes)
+        processes = RankProcesses(
+            placement, config.sequence_parallel_sizes, config.actor_rollout_ref.shares_prefixes
+        )
         actor = ActorGroup(processes)
         critic = CriticGroup(processes) if config.needs_critic else None
         frozen = {role: FROZEN_GROUPS[role](processes) for role in config.frozen_policies}

@@ -14,6 +14,10 @@ from verl_rc.config.verl.refused import REFUSED_VALUES, RENAMED, Refusal, refusa
 _MODE, _V1 = "trainer.v1.trainer_mode", "trainer.v1.separate_async"
 _BYPASS = "algorithm.rollout_correction.bypass_mode"
 _ROLLOUT = "actor_rollout_ref.rollout"
+_GROUPER, _PADDING = (
+    "actor_rollout_ref.actor.use_prefix_grouper",
+    "actor_rollout_ref.model.use_remove_padding",
+)
 _VERLS_DEFAULTS = {
     f"{_V1}.num_warmup_batches": 1,
     f"{_V1}.parameter_sync_step": 4,
@@ -37,6 +41,8 @@ WRITTEN_HERE = {
     "async_training.use_rollout_log_probs": f"`{_BYPASS}`",
     "actor_rollout_ref.actor.use_rollout_log_probs": f"`{_BYPASS}`",
     "data.gen_batch_size": "nothing, where it is 1 beside `async_training.*`",
+    _PADDING: f"nothing, where it is False beside `{_GROUPER}=True`, which needs that in verl and packed rows "
+    "here",
 }
 """verl's keys and what stands for them here, for the documents."""
 
@@ -108,6 +114,10 @@ def _bypass(value: Any, _: Mapping[str, Any]) -> Translated:
     return (_BYPASS, True) if value is True else None
 
 
+def _padding(value: Any, leaves: Mapping[str, Any]) -> Translated:
+    return None if value is False and leaves.get(_GROUPER) is True else (_PADDING, value)
+
+
 def _batch(leaves: Mapping[str, Any]) -> int:
     mini_batches = leaves.get("async_training.require_batches")
     if mini_batches is None:
@@ -127,6 +137,7 @@ _TRANSLATIONS: dict[str, Callable[[Any, Mapping[str, Any]], Translated]] = {
     "async_training.concurrent_samples_per_replica": _concurrent,
     "async_training.use_rollout_log_probs": _bypass,
     "actor_rollout_ref.actor.use_rollout_log_probs": _bypass,
+    _PADDING: _padding,
 }
 
 
@@ -138,7 +149,8 @@ MOVED = {
     "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
     "actor_rollout_ref.actor.policy_loss.tau_pos": "actor_rollout_ref.actor.tau_pos",
     "actor_rollout_ref.actor.policy_loss.tau_neg": "actor_rollout_ref.actor.tau_neg",
-    "actor_rollout_ref.actor.use_remove_padding": "actor_rollout_ref.model.use_remove_padding",
+    "actor_rollout_ref.actor.use_remove_padding": _PADDING,
+    _GROUPER: "actor_rollout_ref.model.share_prefixes",
     "actor_rollout_ref.ref.model.path": "actor_rollout_ref.ref.model_path",
     **{
         f"{role}.ulysses_sequence_parallel_size": f"{role}.fsdp_config.ulysses_sequence_parallel_size"

@@ -407,7 +407,6 @@ _OTHER_LEAVES = {
     f"{_ACTOR}.calculate_sum_pi_squared": Refusal(
         "it is computed whenever algorithm.adv_estimator needs it; drop it", _EITHER
     ),
-    f"{_ACTOR}.use_prefix_grouper": Refusal("prompts that samples share are not grouped; write False", _OFF),
     f"{_ACTOR}.use_fused_kernels": _MODEL_LEAVES["use_fused_kernels"],
     **{
         f"{_ACTOR}.router_replay.{name}": Refusal(

@@ -36,6 +36,12 @@ TIME = (
         "training",
     ),
     MetricSpec(
+        "perf/shared_tokens_fraction",
+        "1",
+        "tokens of the actor's passes that were not computed, because another row of the micro-batch begins "
+        "with them, / all their tokens",
+    ),
+    MetricSpec(
         "perf/cpu_memory_used_gb",
         "GiB",
         "maximum over the actor's ranks of (MemTotal − MemAvailable) of the host, after the update",

@@ -23,6 +23,7 @@ from verl_rc.runtime.workers.micro_batches import (
     score_sequences,
     select_sequences,
 )
+from verl_rc.runtime.workers.packing import PrefixSharing
 from verl_rc.runtime.workers.sharded_model import Learner, LearningModel
 from verl_rc.runtime.workers.updates import UpdateReport
 
@@ -48,7 +49,11 @@ class CriticWorker(Learner):
         async_save = policy.actor.checkpoint.async_save
         self.model = LearningModel(module, mesh, self._config, total_steps, async_save)
         _, sharing = divide_ranks(mesh, self._config.fsdp_config.ulysses_sequence_parallel_size)
-        self._forward = ForwardOptions(remove_padding=policy.model.use_remove_padding, ranks=sharing)
+        self._forward = ForwardOptions(
+            remove_padding=policy.model.use_remove_padding,
+            ranks=sharing,
+            prefixes=PrefixSharing() if policy.shares_prefixes else None,
+        )
         self._loss_scale_factor = float(config.data.max_response_length)
 
     def compute_values(

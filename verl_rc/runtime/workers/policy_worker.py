@@ -47,6 +47,7 @@ from verl_rc.runtime.workers.micro_batches import (
     score_sequences,
     select_sequences,
 )
+from verl_rc.runtime.workers.packing import PrefixSharing
 from verl_rc.runtime.workers.router_replay import RouterReplay
 from verl_rc.runtime.workers.sharded_model import FrozenModel, Learner, LearningModel
 from verl_rc.runtime.workers.updates import ActorReport, UpdateRequest
@@ -106,6 +107,7 @@ class PolicyWorker(Learner):
             model_config.use_remove_padding,
             entropy_gradient=self._actor.entropy_coeff != 0,
             ranks=sharing,
+            prefixes=PrefixSharing() if config.actor_rollout_ref.shares_prefixes else None,
             replay=replay,
         )
         self._weights_in_use = ExitStack()
@@ -196,6 +198,8 @@ class PolicyWorker(Learner):
         records = [Metric("actor/lr", rate, Reduction.LAST)]
         records += totals.metrics(is_first_rank=self._address.rank == 0)
         records += memory_metrics(self._device)
+        if self._forward.prefixes is not None:
+            records.append(Metric("perf/shared_tokens_fraction", self._forward.prefixes.take_fraction()))
         if survival_sums is not None:
             projection, squared_norm, num_changed_in_engine, num_changed = survival_sums.tolist()
             records.append(Metric("sync/update_survival", Mean(projection, squared_norm)))
@@ -351,7 +355,10 @@ class FrozenWorker:
         self._top_tokens = config.distillation.top_tokens if self.role == "teacher" else 0
         _, sharing = divide_ranks(mesh, fsdp.ulysses_sequence_parallel_size)
         self._forward = ForwardOptions(
-            config.actor_rollout_ref.rollout.temperature, model.use_remove_padding, ranks=sharing
+            config.actor_rollout_ref.rollout.temperature,
+            model.use_remove_padding,
+            ranks=sharing,
+            prefixes=PrefixSharing() if config.actor_rollout_ref.shares_prefixes else None,
         )
 
     def compute_log_probs(

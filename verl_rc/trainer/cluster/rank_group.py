@@ -17,6 +17,7 @@ from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.records.batches import CriticBatch, Timed, TokenBatch, TrainBatch
 from verl_rc.records.microbatch import MicroBatches, MicroBatchLimit, assign_rows
 from verl_rc.records.ragged import Ragged, rows_of
+from verl_rc.records.shared_prefixes import prefixes_of_rows
 from verl_rc.trainer.cluster.rank_processes import Rank, RankProcesses
 from verl_rc.trainer.cluster.remote import Pending, wait_timed
 
@@ -34,6 +35,7 @@ class RankGroup:
         self.processes = processes
         self.ranks_per_share = processes.sharing[self.role]
         """Ranks that share the tokens of their rows."""
+        self._shares_prefixes = processes.shares_prefixes
         self._ranks = processes.ranks_of(self.role)
 
     @property
@@ -68,7 +70,8 @@ class RankGroup:
         """Call ``method`` of the workers on all rows; returns float32 ``[B, R, …]`` tensors in the order of
         the rows."""
         pending, shares = [], []
-        for share, micro_batches in enumerate(self._assign(tokens.sequence_lengths, limit)):
+        [assigned] = self._assign(tokens, [range(len(tokens.prompt_lengths))], limit)
+        for share, micro_batches in enumerate(assigned):
             place = _places(micro_batches)
             own_tokens = Ragged.from_record(tokens, list(place) or [0])
             shares.append((place, own_tokens.lengths["BR"]))
@@ -96,7 +99,11 @@ class RankGroup:
         self, batch: TrainBatch | CriticBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit
     ) -> list[tuple[Ragged[TrainBatch | CriticBatch], list[MiniBatch]]]:
         """Return for each share its rows, and its part of every mini-batch as indices into these rows."""
-        shares = self._shares(batch.tokens.sequence_lengths, mini_batches, limit)
+        assigned = self._assign(batch.tokens, [mini.rows for mini in mini_batches], limit)
+        shares = [
+            [replace(mini, micro_batches=micro_batches) for micro_batches in shares_of_rows]
+            for mini, shares_of_rows in zip(mini_batches, assigned, strict=True)
+        ]
         parts = []
         for number in range(self.num_shares):
             mini_batch_shares = [share[number] for share in shares]
@@ -126,23 +133,22 @@ class RankGroup:
         twice."""
         return answers[:: self.ranks_per_share]
 
-    def _assign(self, lengths: Tensor, limit: MicroBatchLimit) -> list[MicroBatches]:
-        return assign_rows(lengths.tolist(), self.num_shares, limit.shared_by(self.ranks_per_share))
-
-    def _shares(
-        self, lengths: Tensor, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit
-    ) -> list[list[MiniBatch]]:
-        """Each share of each mini-batch, as row numbers of the whole batch."""
-        shares = []
-        for mini in mini_batches:
-            rows = mini.rows
-            shares.append(
-                [
-                    replace(mini, micro_batches=[[rows[index] for index in part] for part in micro_batches])
-                    for micro_batches in self._assign(lengths[rows], limit)
-                ]
+    def _assign(
+        self, tokens: TokenBatch, mini_batches: Sequence[Sequence[int]], limit: MicroBatchLimit
+    ) -> list[list[MicroBatches]]:
+        """The micro-batches of each share of each mini-batch, which is given by its rows."""
+        lengths, limit = tokens.sequence_lengths.tolist(), limit.shared_by(self.ranks_per_share)
+        prefixes = prefixes_of_rows(tokens) if self._shares_prefixes else None
+        assigned = []
+        for rows in mini_batches:
+            shares = assign_rows(
+                [lengths[row] for row in rows],
+                self.num_shares,
+                limit,
+                None if prefixes is None else prefixes.of(rows),
             )
-        return shares
+            assigned.append([[[rows[place] for place in part] for part in share] for share in shares])
+        return assigned
 
 
 def _places(micro_batches: Sequence[Sequence[int]]) -> dict[int, int]:

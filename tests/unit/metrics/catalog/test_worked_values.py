@@ -74,7 +74,9 @@ from verl_rc.runtime.weight_sync.manifest import Manifest, TensorSpec
 from verl_rc.runtime.weight_sync.proof import GapLimit
 from verl_rc.runtime.weight_sync.survival import EngineRounding
 from verl_rc.runtime.workers.critic_worker import CriticWorker
+from verl_rc.runtime.workers.forward import ForwardOptions
 from verl_rc.runtime.workers.micro_batches import ObjectiveTotals
+from verl_rc.runtime.workers.packing import PrefixSharing
 from verl_rc.runtime.workers.policy_worker import PolicyWorker, memory_metrics
 from verl_rc.runtime.workers.updates import ActorReport, UpdateRequest
 from verl_rc.trainer.evaluate import validation_metrics
@@ -1223,8 +1225,10 @@ def updates_of_which_none_had_anything_to_learn_from():
         _ranks=None,
         _address=rank,
         _device=SimpleNamespace(type="cpu"),
+        _forward=ForwardOptions(prefixes=PrefixSharing()),
         model=model,
     )
+    policy._forward.prefixes.count(96, 256)
     request = UpdateRequest(corrector_of(RolloutCorrectionConfig()), 0)
     records = PolicyWorker.update(policy, None, shares, request).metrics
     records += CriticWorker.update(SimpleNamespace(model=model, _address=rank), None, shares).metrics
@@ -1232,6 +1236,7 @@ def updates_of_which_none_had_anything_to_learn_from():
         "rollout_corr/skipped_updates": 2,
         "actor/lr": 3 / 32,
         "critic/lr": 3 / 32,
+        "perf/shared_tokens_fraction": 3 / 8,
     }
 
 
@@ -1247,6 +1252,7 @@ def an_update_that_the_engine_rounds():
         _device=SimpleNamespace(type="cpu"),
         _weights=SimpleNamespace(trained=lambda: [("weight", next(states))]),
         _rounding=EngineRounding(torch.bfloat16, None, frozenset()),
+        _forward=ForwardOptions(),
         model=MagicMock(),
     )
     request = UpdateRequest(corrector_of(RolloutCorrectionConfig()), 0, measures_survival=True)

@@ -46,7 +46,7 @@ class LengthRank:
 def group_of(ranks: int, sharing: int = 1) -> RankGroup:
     group = RankGroup.__new__(RankGroup)
     group._ranks = [LengthRank() for _ in range(ranks)]  # type: ignore[misc]
-    group.ranks_per_share = sharing
+    group.ranks_per_share, group._shares_prefixes = sharing, True
     return group
 
 
@@ -156,6 +156,7 @@ def test_a_rank_of_the_actor_gets_what_is_two_fields_once(
     batch, arrived = make_train_batch(LENGTHS), list[Ragged[TrainBatch]]()
     batch.loss_mask = batch.response_mask  # as where nothing is rejected
     group = ActorGroup.__new__(ActorGroup)
+    group._shares_prefixes = False
     group._ranks, group.ranks_per_share = [EchoRank(0)], 1  # type: ignore[list-item]
 
     def call_update(arguments: Sequence[tuple[Ragged[TrainBatch], *tuple[object, ...]]]) -> object:
