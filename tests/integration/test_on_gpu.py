@@ -2,6 +2,7 @@
 gpu."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from verl_rc.correction import compute_rollout_correction
 from verl_rc.records.batches import CriticBatch
 from verl_rc.runtime.distributed.process_group import RankAddress
 from verl_rc.runtime.workers import attention
-from verl_rc.runtime.workers.attention import PackedLayout
+from verl_rc.runtime.workers.attention import Branches, PackedLayout
 from verl_rc.runtime.workers.critic_worker import CriticWorker
 from verl_rc.runtime.workers.micro_batches import ObjectiveTotals
 from verl_rc.runtime.workers.policy_worker import PolicyWorker
@@ -119,14 +120,22 @@ def test_correction(case: dict[str, Any]) -> None:
             assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-7)
 
 
-def test_packed_attention_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashAttention's kernel for sequences of different lengths, against the padded grid; with gradients."""
-    layout, found = PackedLayout.from_lengths(torch.tensor([200, 1, 77, 130], device="cuda")), []
+@pytest.mark.parametrize("with_branches", [False, True])
+def test_packed_attention_without_padding(with_branches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention's kernel for sequences of different lengths, against the padded grid; with gradients. Two
+    branches begin with 150 tokens of the first sequence and all 77 of the third."""
+    layout, found, tokens = PackedLayout.from_lengths(torch.tensor([200, 1, 77, 130], device="cuda")), [], 408
+    if with_branches:
+        own, lengths, tokens = torch.tensor([60, 25]).cuda(), torch.tensor([210, 102]).cuda(), 408 + 85
+        places = [torch.arange(150), torch.arange(408, 468), torch.arange(201, 278), torch.arange(468, 493)]
+        branches = Branches(own, lengths, torch.cat(places).cuda())
+        positions = torch.cat([layout.position_ids, torch.arange(85, device="cuda")])
+        layout = replace(layout, position_ids=positions, branches=branches)
     for in_one_kernel in (True, False):
         generator = torch.Generator("cuda").manual_seed(0)
         parts = [
             torch.randn(
-                1, heads, 408, 64, device="cuda", dtype=torch.bfloat16, generator=generator
+                1, heads, tokens, 64, device="cuda", dtype=torch.bfloat16, generator=generator
             ).requires_grad_()
             for heads in (4, 2, 2)
         ]

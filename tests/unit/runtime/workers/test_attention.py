@@ -2,6 +2,8 @@
 
 import inspect
 import re
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_next import Qwen3NextConfig
 
 from verl_rc.runtime.workers import attention
-from verl_rc.runtime.workers.attention import PackedLayout, attention_problem, packed_sdpa
+from verl_rc.runtime.workers.attention import Branches, PackedLayout, attention_problem, packed_sdpa
 
 SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 0}
 
@@ -85,28 +87,49 @@ LENGTHS = [3, 1, 7, 4]
 HEADS, KEY_HEADS, HEAD_DIM, SCALING = 4, 2, 8, 0.3
 
 
-def packed_parts(dtype: torch.dtype) -> list[Tensor]:
+BRANCHES = [([0, 1], 2), ([4, 5, 6, 7], 4), ([0, 1, 15], 1)]
+"""Packed tokens that a branch begins with, and how many of its own follow: tokens 15 and 16, 17 to 20, and 21.
+The last begins with a token of the first."""
+
+
+def layout_of(with_branches: bool) -> tuple[PackedLayout, list[list[int]]]:
+    """Whole sequences, and branches behind them; with the tokens that each token attends to."""
+    layout, seen = PackedLayout.from_lengths(torch.tensor(LENGTHS)), list[list[int]]()
+    for length in LENGTHS:
+        first = len(seen)
+        seen += [list(range(first, first + place + 1)) for place in range(length)]
+    if not with_branches:
+        return layout, seen
+    keys, positions = list[int](), [layout.position_ids]
+    for shared, own in BRANCHES:
+        first = len(seen)
+        seen += [[*shared, *range(first, first + place + 1)] for place in range(own)]
+        keys += seen[-1]
+        positions.append(torch.arange(len(shared), len(shared) + own))
+    own_lengths, lengths = zip(*((own, len(shared) + own) for shared, own in BRANCHES), strict=True)
+    branches = Branches(torch.tensor(own_lengths), torch.tensor(lengths), torch.tensor(keys))
+    return replace(layout, position_ids=torch.cat(positions), branches=branches), seen
+
+
+def packed_parts(dtype: torch.dtype, tokens: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    sizes = [(1, heads, sum(LENGTHS), HEAD_DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    sizes = [(1, heads, tokens, HEAD_DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
     return [
         torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
         for size in sizes
     ]
 
 
-def attention_by_loop(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """``[N, heads, head_dim]``: every token looks at itself and what is before it in its own sequence."""
-    rows, start = [], 0
-    for length in LENGTHS:
-        for token in range(start, start + length):
-            of_heads = []
-            for head in range(HEADS):
-                shared = head // (HEADS // KEY_HEADS)
-                seen = slice(start, token + 1)
-                weights = (SCALING * key[0, shared, seen] @ query[0, head, token]).softmax(dim=0)
-                of_heads.append(weights @ value[0, shared, seen])
-            rows.append(torch.stack(of_heads))
-        start += length
+def attention_by_loop(query: Tensor, key: Tensor, value: Tensor, seen: list[list[int]]) -> Tensor:
+    """``[N, heads, head_dim]``: every token looks at those that it sees."""
+    rows = []
+    for token, keys in enumerate(seen):
+        of_heads = []
+        for head in range(HEADS):
+            shared = head // (HEADS // KEY_HEADS)
+            weights = (SCALING * key[0, shared, keys] @ query[0, head, token]).softmax(dim=0)
+            of_heads.append(weights @ value[0, shared, keys])
+        rows.append(torch.stack(of_heads))
     return torch.stack(rows)
 
 
@@ -116,47 +139,58 @@ def kernel_by_loop(*given: Any, **options: Any) -> Tensor:
     call.apply_defaults()
     one, rows = call.arguments, []
     assert (one["cu_seq_q"].dtype, one["window_size"], one["enable_gqa"]) == (torch.int32, (-1, 0), True)
-    assert one["max_q"] == one["max_k"] == max(LENGTHS)
-    for begin, end in zip(one["cu_seq_q"][:-1], one["cu_seq_q"][1:], strict=True):
-        query, key, value = (one[name][begin:end].transpose(0, 1) for name in ("query", "key", "value"))
+    queries, keys = (one[f"cu_seq_{name}"].tolist() for name in "qk")
+    for name, ends in (("q", queries), ("k", keys)):
+        assert one[f"max_{name}"] == max(end - begin for begin, end in pairwise(ends))
+    for of_queries, of_keys in zip(pairwise(queries), pairwise(keys), strict=True):
+        query, key, value = (
+            one[name][slice(*place)].transpose(0, 1)
+            for name, place in (("query", of_queries), ("key", of_keys), ("value", of_keys))
+        )
         key, value = (part.repeat_interleave(HEADS // KEY_HEADS, dim=0) for part in (key, value))
-        later = torch.ones(end - begin, end - begin, dtype=torch.bool).triu(1)
+        # The last query lies at the last key.
+        later = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).triu(
+            1 + key.shape[1] - query.shape[1]
+        )
         scores = (one["scale"] * query @ key.transpose(1, 2)).masked_fill(later, -torch.inf)
         rows.append((scores.softmax(dim=-1) @ value).transpose(0, 1))
     return torch.cat(rows)
 
 
+@pytest.mark.parametrize("with_branches", [False, True])
 @pytest.mark.parametrize("in_one_kernel", [False, True])
-def test_attention_stays_within_each_sequence(in_one_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_stays_within_each_sequence(
+    in_one_kernel: bool, with_branches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By both ways, with gradients; the kernel itself runs on GPUs alone."""
     monkeypatch.setattr(attention, "runs_flash_kernels", lambda _: in_one_kernel)
     monkeypatch.setattr(attention, "varlen_attn", kernel_by_loop)
-    layout, found = PackedLayout.from_lengths(torch.tensor(LENGTHS)), []
+    (layout, seen), found = layout_of(with_branches), []
     for way in ("packed", "loop"):
-        parts = packed_parts(torch.float64)
+        parts = packed_parts(torch.float64, len(seen))
         if way == "packed":
             output = packed_sdpa(torch.nn.Identity(), *parts, None, SCALING, packed_layout=layout)[0][0]
         else:
-            output = attention_by_loop(*parts)
+            output = attention_by_loop(*parts, seen)
         output.square().sum().backward()
         found.append([output.detach(), *(part.grad for part in parts)])
     for packed, expected in zip(*found, strict=True):
         torch.testing.assert_close(packed, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_the_kernel_takes_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("with_branches", [False, True])
+def test_the_kernel_takes_what_it_is_given(with_branches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """E2: torch's own shapes and gradients of the kernel, without its numbers."""
     monkeypatch.setattr(attention, "runs_flash_kernels", lambda _: True)
-    boundaries = torch.tensor([0, 3, 4, 11, 15], dtype=torch.int32)
+    layout, seen = layout_of(with_branches)
+    assert layout.longest == max(LENGTHS) + with_branches
     with FakeTensorMode(allow_non_fake_inputs=True):
         parts = [
             torch.empty(part.shape, dtype=torch.bfloat16, requires_grad=True)
-            for part in packed_parts(torch.bfloat16)
+            for part in packed_parts(torch.bfloat16, len(seen))
         ]
-        index = torch.empty(sum(LENGTHS), dtype=torch.int64)
-        layout = PackedLayout(index, index, boundaries, len(LENGTHS), max(LENGTHS))
         output, _ = packed_sdpa(torch.nn.Identity(), *parts, None, packed_layout=layout)
-        assert (output.shape, output.dtype) == ((1, sum(LENGTHS), HEADS, HEAD_DIM), torch.bfloat16)
+        assert (output.shape, output.dtype) == ((1, len(seen), HEADS, HEAD_DIM), torch.bfloat16)
         output.sum().backward()
         assert [part.grad is not None and part.grad.shape == part.shape for part in parts] == [True] * 3
 
