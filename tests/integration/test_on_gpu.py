@@ -122,8 +122,8 @@ def test_correction(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("with_branches", [False, True])
 def test_packed_attention_without_padding(with_branches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashAttention's kernel for sequences of different lengths, against the padded grid; with gradients. Two
-    branches begin with 150 tokens of the first sequence and all 77 of the third."""
+    """FlashAttention's kernel for sequences of different lengths, against the padded grid; with gradients.
+    Two branches begin with 150 tokens of the first sequence and all 77 of the third."""
     layout, found, tokens = PackedLayout.from_lengths(torch.tensor([200, 1, 77, 130], device="cuda")), [], 408
     if with_branches:
         own, lengths, tokens = torch.tensor([60, 25]).cuda(), torch.tensor([210, 102]).cuda(), 408 + 85

@@ -14,7 +14,15 @@ from verl_rc.config.distillation import DistillationLossConfig
 from verl_rc.config.rollout import EnvironmentConfig, RolloutConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.run import RunConfig
-from verl_rc.plan.run_plan import Phase, Plan, PolicyPlan, UpdateArithmetic, inputs_of_update, plan_of
+from verl_rc.plan.run_plan import (
+    LongestRows,
+    Phase,
+    Plan,
+    PolicyPlan,
+    UpdateArithmetic,
+    inputs_of_update,
+    plan_of,
+)
 from verl_rc.runtime.exact import what_it_means
 
 PLAN_FILE = "plan.txt"
@@ -458,7 +466,7 @@ def _batch(config: RunConfig, plan: Plan) -> Iterator[str]:
     yield f"  a row has at most {lengths} tokens"
     for role, update in (("actor", sizes.actor), ("critic", sizes.critic)):
         if update is not None:
-            yield from _wrapped("  ", f"{role}: {_update_in_words(update, config.longest_sequence)}")
+            yield from _wrapped("  ", f"{role}: {_update_in_words(update, LongestRows.of(config))}")
             if update.ranks_per_copy < update.ranks:
                 yield from _wrapped(
                     "  ",
@@ -481,7 +489,7 @@ def _batch(config: RunConfig, plan: Plan) -> Iterator[str]:
     yield f"  training steps: {steps}"
 
 
-def _update_in_words(update: UpdateArithmetic, longest: int) -> str:
+def _update_in_words(update: UpdateArithmetic, longest: LongestRows) -> str:
     low, high = update.rows_per_group
     per_group = f"{low}" if low == high else f"{low} to {high}"
     limit = (
@@ -497,6 +505,12 @@ def _update_in_words(update: UpdateArithmetic, longest: int) -> str:
         )
     fewest = update.rows_per_micro_batch(longest)
     at_least = f" ({fewest} of the longest rows)" if update.max_tokens is not None else ""
+    if longest.siblings > 1:
+        at_least += (
+            f", which compute a prompt once for its {longest.siblings} rows"
+            if fewest >= longest.siblings
+            else f"; the {longest.siblings} rows of a prompt do not fit into one, and each computes it again"
+        )
     return (
         f"{update.mini_batches_per_epoch} mini-batch(es) of {update.mini_batch_prompts} prompts = "
         f"{update.mini_batch_rows} rows, x {update.epochs} epoch(s) = {update.optimizer_steps} optimizer "

@@ -20,7 +20,7 @@ from verl_rc.config.models import (
 from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, RolloutConfig
 from verl_rc.config.run import FSDP_SECTIONS, RunConfig
 from verl_rc.config.schema import with_value
-from verl_rc.plan.run_plan.schedule import UpdateArithmetic, plan_arithmetic
+from verl_rc.plan.run_plan.schedule import LongestRows, UpdateArithmetic, plan_arithmetic
 from verl_rc.runtime.workers.experts import idle_share
 from verl_rc.runtime.workers.language_model import torch_dtype
 from verl_rc.tensor_ops.logprobs import logits_at_once
@@ -95,6 +95,8 @@ class ModelShape:
     """Weights of the experts that a token is not routed to; they need memory and no time."""
     recomputed_bytes: float = _RECOMPUTED_BYTES
     """Bytes per token and unit of width that a backward pass with checkpointing needs for one layer."""
+    key_width: int = 0
+    """Numbers of a token's keys and values in one layer."""
 
     @classmethod
     def from_model_folder(cls, path: str, trust_remote_code: bool = False) -> "ModelShape":
@@ -114,6 +116,8 @@ class ModelShape:
         tables = [part for part in (model.get_input_embeddings(), head) if part is not None]
         embeddings = {id(part.weight): part.weight.numel() for part in tables}
         linear = [part for part in model.modules() if isinstance(part, torch.nn.Linear) and part is not head]
+        heads = text.num_attention_heads
+        head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
         experts = sum(weight.numel() for name, weight in model.named_parameters() if ".experts." in name)
         return cls(
             parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -125,6 +129,7 @@ class ModelShape:
             positions=getattr(text, "max_position_embeddings", None) or sys.maxsize,
             idle_parameters=round(experts * idle_share(config)),
             recomputed_bytes=_recomputed_bytes(text) if experts else _RECOMPUTED_BYTES,
+            key_width=2 * (getattr(text, "num_key_value_heads", None) or heads) * head_size,
         )
 
 
@@ -230,15 +235,21 @@ def _update_bytes(
     """Peak bytes of an update: activations at the start of a backward pass and a block of logits, or the last
     unit's gradient, which is reduced when gathered weights are freed."""
     is_actor, model = learner.role == "actor", config.actor_rollout_ref.model
-    tokens, width = _micro_batch_tokens(update, config.longest_sequence), _bytes(fsdp.dtype)
+    longest, width = LongestRows.of(config), _bytes(fsdp.dtype)
+    tokens = _micro_batch_tokens(update, longest)
     numbers = tokens * shape.width
     activations = numbers * _ACTIVATION_BYTES * width // 2 * shape.layers
-    if recomputes_activations(model if is_actor else config.critic.model, gpu_bytes is not None):
+    is_recomputed = recomputes_activations(model if is_actor else config.critic.model, gpu_bytes is not None)
+    if is_recomputed:
         recomputed = round(numbers * shape.recomputed_bytes * width / 2)
         activations = numbers * width * shape.layers + recomputed
+    if longest.siblings > 1:  # each row gathers the keys and values of its prompt
+        rows = tokens * longest.siblings // longest.tokens(longest.siblings)
+        gathered = rows * (longest.prompt + longest.response) * shape.key_width * width
+        activations += gathered * (1 if is_recomputed else shape.layers)
     if is_actor:
         logit_bytes = _bytes(model.head_dtype or fsdp.dtype)
-        predicted = tokens * config.data.max_response_length // config.longest_sequence
+        predicted = tokens * longest.siblings * longest.response // longest.tokens(longest.siblings)
         logits = min(predicted * shape.vocabulary, logits_at_once(gpu_bytes, logit_bytes))
         copies = 4 * _LOGIT_COPIES if gpu_bytes is None else logit_bytes * _COMPILED_LOGIT_COPIES
         activations += logits * copies
@@ -340,12 +351,12 @@ def _engine(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> Role
     )
 
 
-def _micro_batch_tokens(update: UpdateArithmetic, longest: int) -> int:
+def _micro_batch_tokens(update: UpdateArithmetic, longest: LongestRows) -> int:
     """Tokens of the fullest micro-batch on one rank; ranks of a group share them."""
     _, rows = update.rows_per_group
     if update.max_tokens is None:
         rows = min(update.max_rows or 1, rows)
-    part = -(-rows * longest // update.ranks_per_group)
+    part = -(-longest.tokens(rows) // update.ranks_per_group)
     return part if update.max_tokens is None else min(update.max_tokens, part)
 
 

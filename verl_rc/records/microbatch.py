@@ -1,10 +1,70 @@
 """Balancing rows over ranks and cutting them into micro-batches. Pure integer arithmetic."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from verl_rc.records.shared_prefixes import Family, SharedPrefixes
+LEAST_SAVED = 0.1
+"""Share of a row that must be computed anyway for the row not to compute it."""
+_ANY = 1 << 62
+"""More tokens than a row has."""
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Rows in an order in which those with a common prefix lie side by side.
+
+    Any two of them share at least the smallest number of ``shared`` between them.
+    """
+
+    order: list[int]
+    """Row numbers."""
+    shared: list[int]
+    """Tokens that each row of ``order`` has in common with the one before it, from the first token on; 0
+    where they are less than ``LEAST_SAVED`` of it."""
+    lengths: list[int]
+    """Tokens of each row, by its number."""
+
+    @classmethod
+    def worthwhile(cls, order: list[int], common: Iterable[int], lengths: list[int]) -> "SharedPrefixes":
+        """Of the tokens that each row of ``order`` has in ``common`` with the one before it those that are
+        worth it."""
+        shared = [
+            tokens if tokens >= LEAST_SAVED * lengths[row] else 0
+            for row, tokens in zip(order, common, strict=True)
+        ]
+        return cls(order, shared, lengths)
+
+    @property
+    def saved_tokens(self) -> int:
+        """Tokens that need not be computed."""
+        return sum(self.shared)
+
+    def of(self, rows: Sequence[int]) -> "SharedPrefixes":
+        """The prefixes of some of the rows, which are numbered by their place in ``rows``."""
+        place = {row: index for index, row in enumerate(rows)}
+        order, commons, common = list[int](), list[int](), 0
+        for row, with_previous in zip(self.order, self.shared, strict=True):
+            common = min(common, with_previous)
+            if row in place:
+                order.append(place[row])
+                commons.append(common)
+                common = _ANY
+        return SharedPrefixes.worthwhile(order, commons, [self.lengths[row] for row in rows])
+
+    def families(self) -> list["Family"]:
+        """Rows that share a prefix, family by family; a row that shares none is a family of its own."""
+        families: list[Family] = []
+        for row, common in zip(self.order, self.shared, strict=True):
+            if not common:
+                families.append([])
+            families[-1].append((row, common))
+        return families
+
+
+Family = list[tuple[int, int]]
+"""Rows that share a prefix, each with the number of tokens that it shares with the one before it."""
+
 
 MicroBatches = list[list[int]]
 
@@ -16,7 +76,8 @@ class MicroBatchLimit:
     max_rows: int | None = None
     """Rows of one micro-batch on one rank. None means no limit by rows."""
     max_tokens: int | None = None
-    """Tokens (prompt and response) of one micro-batch on one rank; a longer row forms its own micro-batch."""
+    """Tokens of one micro-batch on one rank, shared ones counted once; a longer row forms its own
+    micro-batch."""
 
     def __post_init__(self) -> None:
         """Exactly one limit must be given."""

@@ -72,6 +72,7 @@ def test_a_shape_is_that_of_the_model(tmp_path: Path) -> None:
         width=32,
         vocabulary=VOCABULARY,
         positions=64,
+        key_width=2 * 2 * 8,  # two heads of keys, each as wide as one of the four heads of 32 / 4
     )
 
 
@@ -131,13 +132,26 @@ def test_activations_grow_with_the_tokens_of_a_micro_batch() -> None:
         for tokens in (26, 52)
     )
     assert large == pytest.approx(2 * small, rel=1e-6)
-    # 26 tokens x (width 2000 x 4 bytes x 10 checkpoints + one layer of 34 x 2 bytes x 2000), and 14 predicted
-    # tokens' logits
-    assert small == 26 * (2000 * 4 * 10 + 2000 * 172) + 14 * 100_000 * 4 * 4
+    # 26 tokens x (width 2000 x 4 bytes x 10 checkpoints + one layer of 34 x 2 bytes x 2000), and the logits
+    # of 21 predicted tokens: of a prompt of 6 and its four responses of 7, 28 of 34 are
+    assert small == 26 * (2000 * 4 * 10 + 2000 * 172) + 21 * 100_000 * 4 * 4
     kept = roles_of(
         {**base, f"{ACTOR}.ppo_max_token_len_per_gpu": 26, CHECKPOINTING: None}
     )  # null: not on a CPU
-    assert kept["actor"].activations == 26 * 2000 * 68 * 10 + 14 * 100_000 * 4 * 4
+    assert kept["actor"].activations == 26 * 2000 * 68 * 10 + 21 * 100_000 * 4 * 4
+
+
+@pytest.mark.parametrize(("checkpointing", "layers"), [(True, 1), (None, 10)])
+def test_rows_that_share_a_prompt_gather_its_keys(checkpointing: bool | None, layers: int) -> None:
+    """In 68 tokens lie two groups: eight rows of 13 tokens, each with 24 numbers of 4 bytes in each layer."""
+    given: Given = {**FULL, CHECKPOINTING: checkpointing, f"{ACTOR}.use_dynamic_bsz": True}
+    given |= {f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 1}
+    config = config_of({**given, f"{ACTOR}.ppo_max_token_len_per_gpu": 68})
+    with_keys, without = (
+        next(role for role in estimate_roles(config, {"unused": shape}, None) if role.role == "actor")
+        for shape in (replace(BIG, key_width=24), BIG)
+    )
+    assert with_keys.activations - without.activations == 8 * 13 * 24 * 4 * layers
 
 
 def test_there_is_at_most_one_chunk_of_logits() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_rc.records.microbatch import MicroBatchLimit, assign_rows, balanced_partition
-from verl_rc.records.shared_prefixes import SharedPrefixes
+from verl_rc.records.shared_prefixes import find_prefixes
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
@@ -78,9 +78,7 @@ def rows_of(groups: list[tuple[int, list[int]]]) -> list[np.ndarray]:
 
 def num_computed(rows: list[np.ndarray], some: list[int]) -> int:
     """Tokens of a micro-batch by its own prefixes."""
-    return (
-        sum(len(rows[row]) for row in some) - SharedPrefixes.found([rows[row] for row in some]).saved_tokens
-    )
+    return sum(len(rows[row]) for row in some) - find_prefixes([rows[row] for row in some]).saved_tokens
 
 
 @given(groups=GROUPS, ranks=st.integers(1, 4), max_tokens=st.integers(10, 100))
@@ -88,7 +86,7 @@ def test_the_token_limit_counts_a_shared_prefix_once(
     groups: list[tuple[int, list[int]]], ranks: int, max_tokens: int
 ) -> None:
     rows = rows_of(groups)
-    prefixes, lengths = SharedPrefixes.found(rows), list(map(len, rows))
+    prefixes, lengths = find_prefixes(rows), list(map(len, rows))
     assigned = assign_rows(lengths, ranks, MicroBatchLimit(max_tokens=max_tokens), prefixes)
     assert sorted(row for rank in assigned for batch in rank for row in batch) == list(range(len(rows)))
     assert len({len(rank) for rank in assigned}) == 1
@@ -104,7 +102,7 @@ def test_the_rows_limit_is_kept_with_shared_prefixes(
 ) -> None:
     rows = rows_of(groups)
     assigned = assign_rows(
-        list(map(len, rows)), ranks, MicroBatchLimit(max_rows=max_rows), SharedPrefixes.found(rows)
+        list(map(len, rows)), ranks, MicroBatchLimit(max_rows=max_rows), find_prefixes(rows)
     )
     assert sorted(row for rank in assigned for batch in rank for row in batch) == list(range(len(rows)))
     assert max(len(batch) for rank in assigned for batch in rank) <= max_rows
@@ -116,17 +114,13 @@ def test_rows_that_share_nothing_lie_where_they_always_lay(
 ) -> None:
     rows = [np.full(length, row) for row, length in enumerate(lengths)]
     limit = MicroBatchLimit(max_tokens=max_tokens)
-    assert assign_rows(lengths, ranks, limit, SharedPrefixes.found(rows)) == assign_rows(
-        lengths, ranks, limit
-    )
+    assert assign_rows(lengths, ranks, limit, find_prefixes(rows)) == assign_rows(lengths, ranks, limit)
 
 
 def test_groups_stay_together() -> None:
     """Four groups of a prompt of 30 and four responses of 10, on two ranks with micro-batches of 80."""
     rows = rows_of([(30, [10] * 4)] * 4)
-    assigned = assign_rows(
-        list(map(len, rows)), 2, MicroBatchLimit(max_tokens=80), SharedPrefixes.found(rows)
-    )
+    assigned = assign_rows(list(map(len, rows)), 2, MicroBatchLimit(max_tokens=80), find_prefixes(rows))
     groups = [{row // 4 for row in batch} for rank in assigned for batch in rank]
     assert [len(group) for group in groups] == [1] * 4
 
@@ -136,7 +130,7 @@ def test_no_rank_waits_longer_than_if_every_row_had_been_placed_alone(
     groups: list[tuple[int, list[int]]], parts: int
 ) -> None:
     rows = rows_of(groups)
-    prefixes, lengths = SharedPrefixes.found(rows), list(map(len, rows))
+    prefixes, lengths = find_prefixes(rows), list(map(len, rows))
 
     def most(split: list[list[int]]) -> int:
         families = [prefixes.of(part).saved_tokens for part in split]
@@ -149,7 +143,5 @@ def test_no_rank_waits_longer_than_if_every_row_had_been_placed_alone(
 
 def test_a_tree_beyond_the_limit_is_cut() -> None:
     rows = rows_of([(30, [10] * 6)])
-    [batches] = assign_rows(
-        list(map(len, rows)), 1, MicroBatchLimit(max_tokens=60), SharedPrefixes.found(rows)
-    )
+    [batches] = assign_rows(list(map(len, rows)), 1, MicroBatchLimit(max_tokens=60), find_prefixes(rows))
     assert [num_computed(rows, batch) for batch in batches] == [60, 60]

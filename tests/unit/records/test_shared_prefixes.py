@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_rc.records import shared_prefixes
+from verl_rc.records import microbatch
 from verl_rc.records.batches import TokenBatch
-from verl_rc.records.shared_prefixes import SharedPrefixes, prefixes_of_rows
+from verl_rc.records.shared_prefixes import find_prefixes, prefixes_of_rows
 
 Rows = list[list[int]]
 ROWS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=12)
@@ -32,8 +32,8 @@ def num_common(first: list[int], second: list[int]) -> int:
 @given(rows=ROWS)
 def test_every_distinct_prefix_is_computed_once(rows: Rows) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_prefixes, "LEAST_SAVED", 0.0)
-        found = SharedPrefixes.found(arrays(rows))
+        patch.setattr(microbatch, "LEAST_SAVED", 0.0)
+        found = find_prefixes(arrays(rows))
     assert sorted(found.order) == list(range(len(rows)))
     assert sum(map(len, rows)) - found.saved_tokens == num_distinct_prefixes(rows)
 
@@ -42,16 +42,16 @@ def test_every_distinct_prefix_is_computed_once(rows: Rows) -> None:
 def test_rows_among_others_share_what_they_share_alone(rows: Rows, data: st.DataObject) -> None:
     some = data.draw(st.lists(st.sampled_from(range(len(rows))), min_size=1, unique=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_prefixes, "LEAST_SAVED", 0.0)
-        found = SharedPrefixes.found(arrays(rows)).of(some)
-        alone = SharedPrefixes.found(arrays([rows[row] for row in some]))
+        patch.setattr(microbatch, "LEAST_SAVED", 0.0)
+        found = find_prefixes(arrays(rows)).of(some)
+        alone = find_prefixes(arrays([rows[row] for row in some]))
     assert sorted(found.order) == list(range(len(some)))
     assert found.saved_tokens == alone.saved_tokens
 
 
 @given(rows=ROWS)
 def test_no_row_shares_what_is_not_there_or_less_than_a_tenth_of_it(rows: Rows) -> None:
-    found = SharedPrefixes.found(arrays(rows))
+    found = find_prefixes(arrays(rows))
     ordered = [rows[row] for row in found.order]
     for previous, row, shared in zip([[], *ordered], ordered, found.shared, strict=False):
         common = num_common(previous, row)
@@ -62,7 +62,7 @@ def test_a_short_system_prompt_does_not_join_groups() -> None:
     """Two of 30 tokens are shared by all, 20 by each group."""
     first, second = [[7, 7, *[group] * 18] for group in (1, 2)]
     rows = [group + [10 + row] * 10 for row, group in enumerate((first, second, first, second))]
-    families = SharedPrefixes.found(arrays(rows)).families()
+    families = find_prefixes(arrays(rows)).families()
     assert [[row for row, _ in family] for family in families] == [[0, 2], [1, 3]]
     assert [[shared for _, shared in family] for family in families] == [[0, 20], [0, 20]]
 
@@ -72,8 +72,8 @@ def test_tokens_with_other_columns_are_not_equal() -> None:
     row = np.array([[5, 1], [6, 2], [7, 3]])
     other = row.copy()
     other[1, 1] = 9
-    assert SharedPrefixes.found([row, other]).saved_tokens == 1
-    assert SharedPrefixes.found([row, row]).saved_tokens == 3
+    assert find_prefixes([row, other]).saved_tokens == 1
+    assert find_prefixes([row, row]).saved_tokens == 3
 
 
 def batch_of_two(**further: torch.Tensor) -> TokenBatch:

@@ -14,10 +14,8 @@ from verl_rc.config.verl.refused import REFUSED_VALUES, RENAMED, Refusal, refusa
 _MODE, _V1 = "trainer.v1.trainer_mode", "trainer.v1.separate_async"
 _BYPASS = "algorithm.rollout_correction.bypass_mode"
 _ROLLOUT = "actor_rollout_ref.rollout"
-_GROUPER, _PADDING = (
-    "actor_rollout_ref.actor.use_prefix_grouper",
-    "actor_rollout_ref.model.use_remove_padding",
-)
+_GROUPER = "actor_rollout_ref.actor.use_prefix_grouper"
+_PADDING = "actor_rollout_ref.model.use_remove_padding"
 _VERLS_DEFAULTS = {
     f"{_V1}.num_warmup_batches": 1,
     f"{_V1}.parameter_sync_step": 4,
@@ -41,8 +39,7 @@ WRITTEN_HERE = {
     "async_training.use_rollout_log_probs": f"`{_BYPASS}`",
     "actor_rollout_ref.actor.use_rollout_log_probs": f"`{_BYPASS}`",
     "data.gen_batch_size": "nothing, where it is 1 beside `async_training.*`",
-    _PADDING: f"nothing, where it is False beside `{_GROUPER}=True`, which needs that in verl and packed rows "
-    "here",
+    _PADDING: f"nothing, where it is False beside `{_GROUPER}=True`, which here needs packed rows",
 }
 """verl's keys and what stands for them here, for the documents."""
 

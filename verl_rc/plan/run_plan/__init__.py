@@ -14,6 +14,7 @@ from verl_rc.plan.run_plan.objective import (
 from verl_rc.plan.run_plan.options import UnusedOption, asynchrony_warnings, unused_options, warnings_of
 from verl_rc.plan.run_plan.schedule import (
     BatchArithmetic,
+    LongestRows,
     Phase,
     UpdateArithmetic,
     plan_arithmetic,
@@ -23,6 +24,7 @@ from verl_rc.plan.run_plan.schedule import (
 __all__ = [
     "AdvantagePlan",
     "BatchArithmetic",
+    "LongestRows",
     "UnusedOption",
     "Phase",
     "Plan",

@@ -11,6 +11,33 @@ from verl_rc.records.microbatch import MicroBatchLimit
 
 
 @dataclass(frozen=True)
+class LongestRows:
+    """Rows of the greatest lengths, as tokens that are computed."""
+
+    prompt: int
+    response: int
+    siblings: int
+    """Rows of which a micro-batch computes the prompt once; 1 where each has its own."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "LongestRows":
+        """Those that the configuration allows."""
+        policy, data = config.actor_rollout_ref, config.data
+        siblings = policy.rollout.n if policy.shares_prefixes else 1
+        return cls(data.max_prompt_length, config.longest_sequence - data.max_prompt_length, siblings)
+
+    def tokens(self, rows: int) -> int:
+        """Tokens of a micro-batch of ``rows``, siblings together."""
+        return -(-rows // self.siblings) * self.prompt + rows * self.response
+
+    def fitting(self, tokens: int) -> int:
+        """The most rows that fit into ``tokens``; at least one is computed."""
+        family = self.tokens(self.siblings)
+        families, rest = divmod(tokens, family)
+        return max(1, families * self.siblings + max(0, (rest - self.prompt) // self.response))
+
+
+@dataclass(frozen=True)
 class UpdateArithmetic:
     """The cut of a train batch into optimizer steps of one role; sizes are those of the whole mini-batch,
     over all ranks."""
@@ -50,9 +77,11 @@ class UpdateArithmetic:
         rows."""
         return self.mini_batch_rows // self.num_groups, -(-self.mini_batch_rows // self.num_groups)
 
-    def rows_per_micro_batch(self, row_tokens: int) -> int:
-        """Rows of ``row_tokens`` tokens that fit into a micro-batch."""
-        return self.max_rows or max(1, (self.max_tokens or row_tokens) * self.ranks_per_group // row_tokens)
+    def rows_per_micro_batch(self, longest: LongestRows) -> int:
+        """The longest rows that fit into a micro-batch."""
+        if self.max_tokens is None:
+            return self.max_rows or 1
+        return longest.fitting(self.max_tokens * self.ranks_per_group)
 
 
 @dataclass(frozen=True)

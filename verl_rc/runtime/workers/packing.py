@@ -12,7 +12,8 @@ from torch.nn.functional import pad
 
 from verl_rc.metrics import Mean
 from verl_rc.records.batches import TokenBatch, positions_mask
-from verl_rc.records.shared_prefixes import Column, SharedPrefixes, token_entries
+from verl_rc.records.microbatch import SharedPrefixes
+from verl_rc.records.shared_prefixes import Column, find_prefixes, token_entries
 from verl_rc.runtime.distributed.sequence_parallel import SequenceParallel
 from verl_rc.runtime.workers.attention import Branches, PackedLayout
 from verl_rc.runtime.workers.router_replay import Routes
@@ -116,7 +117,7 @@ class PackedSequences:
             experts = torch.cat([known, routes.expert_ids.flatten(1)], dim=1).cpu().numpy()
         entries = token_entries(self.token_ids.cpu().numpy(), experts)
         lengths = self.lengths.tolist()
-        prefixes = SharedPrefixes.found(np.split(entries, np.cumsum(lengths)[:-1]))
+        prefixes = find_prefixes(np.split(entries, np.cumsum(lengths)[:-1]))
         sharing.count(prefixes.saved_tokens, len(entries))
         if not prefixes.saved_tokens:
             return self

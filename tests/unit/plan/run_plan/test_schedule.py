@@ -3,6 +3,7 @@
 import ast
 import re
 
+import numpy as np
 import pytest
 import torch
 from planned_runs import Given, config_of
@@ -10,8 +11,9 @@ from small_runs import ROOT
 
 from verl_rc.algorithm.ppo.mini_batches import plan_mini_batches
 from verl_rc.plan.run_plan import Phase, Plan, plan_of
-from verl_rc.plan.run_plan.schedule import UpdateArithmetic
+from verl_rc.plan.run_plan.schedule import LongestRows, UpdateArithmetic
 from verl_rc.records.microbatch import MicroBatchLimit, assign_rows
+from verl_rc.records.shared_prefixes import find_prefixes
 
 ACTOR, CRITIC, TRAINER = "actor_rollout_ref.actor", "critic", "trainer"
 GAE: Given = {"algorithm.adv_estimator": "gae"}
@@ -75,28 +77,34 @@ def test_updates_are_as_many_as_the_loop_makes(prompts: int, mini: int, epochs: 
     assert {len(batch.rows) for batch in batches} == {sizes.actor.mini_batch_rows}
 
 
+@pytest.mark.parametrize("siblings", [1, 4])
 @pytest.mark.parametrize(
     ("rows", "ranks", "max_tokens", "max_rows", "sharing"),
     [
         (20, 2, 40, None, 1),
-        (21, 3, 95, None, 1),
+        (20, 1, 95, None, 1),
         (20, 2, None, 3, 1),
         (20, 4, 20, None, 2),
         (20, 4, None, 3, 2),
     ],
 )
 def test_longest_rows_fit_as_promised(
-    rows: int, ranks: int, max_tokens: int | None, max_rows: int | None, sharing: int
+    rows: int, ranks: int, max_tokens: int | None, max_rows: int | None, sharing: int, siblings: int
 ) -> None:
-    longest = 19
+    """Prompts of 12 tokens and responses of 7, by the assignment of real rows."""
+    longest = LongestRows(12, 7, siblings)
     update = UpdateArithmetic(rows, rows, 1, 1, ranks, max_tokens, max_rows, sharing)
     fits = update.rows_per_micro_batch(longest)
-    shares = assign_rows(
-        [longest] * rows, ranks // sharing, MicroBatchLimit(max_rows, max_tokens).shared_by(sharing)
-    )
-    assert max(len(part) for share in shares for part in share) == fits
+    found = find_prefixes([np.array([row // siblings] * 12 + [100 + row] * 7) for row in range(rows)])
+    limit = MicroBatchLimit(max_rows, max_tokens).shared_by(sharing)
+    shares = assign_rows([19] * rows, ranks // sharing, limit, found)
+    parts = [part for share in shares for part in share]
+    assert max(map(len, parts)) == fits
     low, high = update.rows_per_group
     assert {sum(map(len, share)) for share in shares} <= {low, high}
+    for part in parts:
+        if len(part) == fits and max_rows is None:
+            assert 19 * fits - found.of(part).saved_tokens == longest.tokens(fits)
 
 
 def named(plan: Plan) -> dict[str, Phase]:

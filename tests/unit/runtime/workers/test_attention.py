@@ -88,8 +88,8 @@ HEADS, KEY_HEADS, HEAD_DIM, SCALING = 4, 2, 8, 0.3
 
 
 BRANCHES = [([0, 1], 2), ([4, 5, 6, 7], 4), ([0, 1, 15], 1)]
-"""Packed tokens that a branch begins with, and how many of its own follow: tokens 15 and 16, 17 to 20, and 21.
-The last begins with a token of the first."""
+"""Packed tokens that a branch begins with, and how many of its own follow: tokens 15 and 16, 17 to 20,
+and 21. The last begins with a token of the first."""
 
 
 def layout_of(with_branches: bool) -> tuple[PackedLayout, list[list[int]]]:
