@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from verl_rc.records.parts import UNKNOWN, Part, Sample, num_tokens, token_ids
-from verl_rc.runtime.rollout.conversation import OpenSamples
 from verl_rc.runtime.rollout.engine import (
     Collected,
     Engine,
@@ -19,6 +18,7 @@ from verl_rc.runtime.rollout.engine import (
     Request,
 )
 from verl_rc.runtime.rollout.environment import EpisodeFailedError
+from verl_rc.runtime.rollout.open_request import OpenRequest
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions, next_seed
 from verl_rc.runtime.weight_sync.manifest import Manifest, TensorSpec, tensor_digest
 from verl_rc.runtime.weight_sync.proof import LoadReceipt
@@ -63,10 +63,10 @@ class BigramEngine(Engine):
         self._options = options
         self._tables: dict[str, Tensor] = {}
         self._version = UNKNOWN
-        self._queued: dict[int, Request] = {}
-        self._growing: dict[int, tuple[torch.Generator, list[int], list[float]]] = {}
-        """Of samples that run: random numbers, tokens and log-probs of the part that is being sampled."""
-        self._book = OpenSamples(None)
+        self._conversations: Any = None
+        self._open: dict[int, OpenRequest] = {}
+        """Requests by number. ``decoding``: random numbers, tokens and log-probs of the part that is being
+        sampled."""
         self._box: list[Sample] = []
         self._failures: dict[int, str] = {}
         self._steps_left = 0 if options.deterministic else None
@@ -85,7 +85,7 @@ class BigramEngine(Engine):
     # requests and answers
 
     def submit(self, samples: Sequence[Request]) -> None:
-        self._queued |= {sample.number: sample for sample in samples}
+        self._open |= {request.number: OpenRequest(request.number, request, []) for request in samples}
 
     def cancel(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -115,25 +115,24 @@ class BigramEngine(Engine):
         return spans
 
     def _may_step(self) -> bool:
-        owed = self._steps_left is None or self._steps_left > 0 or bool(self._required & set(self._queued))
-        return bool(self._queued) and not self._updating and owed
+        owed = self._steps_left is None or self._steps_left > 0 or bool(self._required & set(self._open))
+        return bool(self._open) and not self._updating and owed
 
     def _step(self) -> None:
         """One more token of every sample."""
         began = time.time()
-        for number, queued in sorted(self._queued.items()):
-            self._grow(number, queued)
+        for number, opened in sorted(self._open.items()):
+            self._grow(number, opened)
         if self._steps_left:
             self._steps_left -= 1
         self._spans.append((began, time.time()))
 
-    def _grow(self, number: int, queued: Request) -> None:
-        request, options = queued.request, queued.options
-        so_far, _ = self._book.begin(number, queued)
-        if number not in self._growing:
+    def _grow(self, number: int, opened: OpenRequest) -> None:
+        request, options, so_far = opened.request.request, opened.request.options, opened.sample
+        if opened.decoding is None:
             generator = torch.Generator().manual_seed(next_seed(request.seed, so_far.parts))
-            self._growing[number] = generator, [], []
-        generator, tokens, log_probs = self._growing[number]
+            opened.has_begun, opened.decoding = True, (generator, [], [])
+        generator, tokens, log_probs = opened.decoding
         before = [*request.prompt_token_ids, *token_ids(so_far.parts), *tokens]
         logits = sum(self._tables.values(), torch.tensor(0.0))[before[-1]]
         distribution = (logits / (options.temperature or 1.0)).log_softmax(-1)
@@ -146,31 +145,32 @@ class BigramEngine(Engine):
         stopped = not options.ignore_eos and token in options.stop_token_ids
         if not stopped and num_tokens(so_far.parts) + len(tokens) < request.limit(options):
             return
-        outcome: Any = self._book.end_turn(number, self._parts(number), stopped)
-        del self._growing[number]
+        outcome: Any = opened.end_turn(self._conversations, self._parts(opened), stopped)
+        opened.decoding = None
         if not isinstance(outcome, Sample):
             try:
-                outcome = self._book.proceed(number, outcome.result())
+                answered = outcome.result()
             except EpisodeFailedError as failure:
                 self._forget(number)
                 self._failures[number] = str(failure)
                 return
-        if outcome is not None:
-            del self._queued[number]
-            self._box.append(outcome)
+            outcome = opened.sample = answered.sample
+            if answered.continues:
+                return
+        del self._open[number]
+        self._box.append(outcome)
 
-    def _parts(self, number: int) -> list[Part]:
+    def _parts(self, opened: OpenRequest) -> list[Part]:
         """What was sampled of a sample since it began or was cut."""
-        _, tokens, log_probs = self._growing.get(number, (None, [], []))
+        _, tokens, log_probs = opened.decoding or (None, [], [])
         if not tokens:
             return []
         columns = torch.tensor(tokens, dtype=torch.int32), torch.tensor(log_probs, dtype=torch.float32)
         return [Part(*columns, self._version)]
 
     def _forget(self, number: int) -> None:
-        self._queued.pop(number, None)
-        self._growing.pop(number, None)
-        self._book.drop(number)
+        if number in self._open:
+            self._open.pop(number).close(self._conversations)
 
     # weights
 
@@ -207,14 +207,12 @@ class BigramEngine(Engine):
     def begin_update(self) -> None:
         while self._options.deterministic and self._may_step():
             self._step()
-        begun = [number for number in self._queued if self._book.get(number) is not None]
+        begun = [opened for opened in self._open.values() if opened.has_begun]
         again = 0
-        for number in begun:
-            self._book.extend(number, self._parts(number))
-            self._growing.pop(number, None)
-            prompt = self._queued[number].request.prompt_token_ids
-            again += len(prompt) + num_tokens(self._book[number].parts)
-        self._interrupted = Interrupted([self._book[number] for number in begun], 0.001, again)
+        for opened in begun:
+            opened.sample, opened.decoding = opened.extended(self._parts(opened)), None
+            again += len(opened.request.request.prompt_token_ids) + num_tokens(opened.sample.parts)
+        self._interrupted = Interrupted([opened.sample for opened in begun], 0.001, again)
         self._steps_left = 0 if self._options.deterministic else None
         self._required.clear()
         self._updating, self._tables, self._digests = True, {}, {}
@@ -251,4 +249,4 @@ class BigramEngine(Engine):
     # for tests
 
     def converse_by(self, conversations: Any) -> None:
-        self._book = OpenSamples(conversations)
+        self._conversations = conversations

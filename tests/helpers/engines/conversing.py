@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 from verl_rc.config.rollout import MultiTurnConfig
 from verl_rc.records.episode import TOOL_CALLS, Episode, Opening, Reply
 from verl_rc.records.parts import Sample, context, num_answers, num_tokens
-from verl_rc.runtime.rollout.conversation import AnsweredSample, Conversations, LocalHosts, OpenSamples
-from verl_rc.runtime.rollout.engine import Request
+from verl_rc.runtime.rollout.conversation import AnsweredSample, Conversations, LocalHosts
 from verl_rc.runtime.rollout.environment_host import Host, HostLimits
+from verl_rc.runtime.rollout.open_request import OpenRequest
 from verl_rc.runtime.rollout.sampling import SamplingOptions, next_seed
 from verl_rc.runtime.rollout.tool_environment import Parser, Toolbox, ToolEnvironment
 from verl_rc.runtime.rollout.tools import Tool
@@ -77,46 +77,40 @@ class ScriptedSampler:
     def __init__(self, scripts: dict[int, list[list[int]]], conversations: Conversations, end: int) -> None:
         self.scripts, self.end = scripts, end
         self.calls: list[SimpleNamespace] = []
-        self._open = OpenSamples(conversations)
-        self._running: dict[int, SimpleNamespace] = {}
+        self._conversations = conversations
 
-    def begin(self, key: int, sample: Request) -> "Future[AnsweredSample] | None":
-        so_far, answers = self._open.begin(key, sample)
+    def begin(self, opened: OpenRequest) -> "Future[AnsweredSample] | None":
+        answers = opened.begin(self._conversations)
         if answers is not None:
             return answers
-        request = sample.request
-        asked = SimpleNamespace(
-            number=sample.number,
+        request, so_far = opened.request.request, opened.sample
+        opened.decoding = SimpleNamespace(
+            number=opened.request.number,
             turn=num_answers(so_far.parts),
             prompt_token_ids=context(request.prompt_token_ids, so_far.parts),
             seed=next_seed(request.seed, so_far.parts),
-            max_tokens=request.limit(sample.options) - num_tokens(so_far.parts),
+            max_tokens=request.limit(opened.request.options) - num_tokens(so_far.parts),
         )
-        self.calls.append(asked)
-        self._running[key] = asked
+        self.calls.append(opened.decoding)
         return None
 
-    def step(self) -> list[tuple[int, Any]]:
-        running, self._running = self._running, {}
+    def step(self, running: Mapping[int, OpenRequest]) -> list[tuple[OpenRequest, Any]]:
         ended = []
-        for key, asked in running.items():
+        for opened in running.values():
+            asked = opened.decoding
             row = self.scripts[asked.number][asked.turn][: asked.max_tokens]
             turn = [part(row, 10 + asked.turn, -(asked.turn + 1) / 8)]
-            ended.append((key, self._open.end_turn(key, turn, row[-1] == self.end)))
+            ended.append((opened, opened.end_turn(self._conversations, turn, row[-1] == self.end)))
         return ended
 
-    def proceed(self, key: int, answered: AnsweredSample) -> Sample | None:
-        return self._open.proceed(key, answered)
+    def so_far(self, opened: OpenRequest) -> Sample:
+        return opened.sample
 
-    def so_far(self, key: int) -> Sample | None:
-        return self._open.get(key)
+    def drop(self, requests: Sequence[OpenRequest]) -> None:
+        for opened in requests:
+            opened.close(self._conversations)
 
-    def drop(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            self._running.pop(key, None)
-            self._open.drop(key)
-
-    def cut(self, keys: Sequence[int]) -> None:
+    def cut(self, requests: Sequence[OpenRequest]) -> None:
         raise NotImplementedError
 
 

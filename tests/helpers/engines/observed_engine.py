@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
-from verl_rc.runtime.rollout.conversation import Conversations, OpenSamples
+from verl_rc.runtime.rollout.conversation import Conversations
 from verl_rc.runtime.rollout.sampling import ConversationOptions
 from verl_rc.runtime.rollout.vllm.engine import VllmEngine
 from verl_rc.runtime.rollout.vllm.options import OnUpdate
@@ -63,7 +63,7 @@ class ObservedEngine(VllmEngine):
 
     def converse_by(self, conversations: Any) -> None:
         """From now on take turns with tools as ``conversations`` says; None: no tools again."""
-        self._loop.call(lambda sampler: setattr(sampler, "_open", OpenSamples(conversations)))
+        self._loop.call(lambda sampler: setattr(sampler, "_conversations", conversations))
 
     def converse(self, options: ConversationOptions | None) -> None:
         """From now on answer turns as ``options`` say; None: no turn is answered."""

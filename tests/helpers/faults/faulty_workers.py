@@ -17,7 +17,6 @@ from verl_rc.records.batches import TokenBatch, TrainBatch
 from verl_rc.records.parts import Part, Sample
 from verl_rc.records.ragged import Column, Ragged
 from verl_rc.records.tokenize import load_tokenizer
-from verl_rc.runtime.rollout.conversation import OpenSamples
 from verl_rc.runtime.rollout.engine import Request
 from verl_rc.runtime.rollout.sampling import ConversationOptions, GenerationRequest, SamplingOptions
 from verl_rc.runtime.rollout.tool_environment import ToolCall
@@ -76,7 +75,7 @@ class FaultyEngine(VllmEngine):
                 parse=lambda text: [ToolCall("calculator", {"expression": f"{len(text)}+1"})],
             )
         self._options = replace(self._options, conversation=options)
-        self._loop.call(lambda sampler: setattr(sampler, "_open", OpenSamples(conversations)))
+        self._loop.call(lambda sampler: setattr(sampler, "_conversations", conversations))
 
     def count_cache_resets(self) -> int:
         return self.cache_resets

@@ -17,7 +17,6 @@ from verl_rc.records.parts import Answer, Part, Sample, num_tokens, runs, token_
 from verl_rc.records.stop_tokens import stop_token_ids
 from verl_rc.records.tokenize import ContinuationEncoder, encode_opening, load_tokenizer
 from verl_rc.runtime.distributed.event_loop import EventLoop
-from verl_rc.runtime.rollout.engine import Request
 from verl_rc.runtime.rollout.environment import EpisodeFailedError
 from verl_rc.runtime.rollout.environment_host import (
     Failure,
@@ -236,83 +235,3 @@ class Conversations:
         """Close the episode of a cancelled request."""
         assert request.episode is not None
         self._loop.start(self._hosts.close(request.episode.key))
-
-
-class OpenSamples:
-    """The samples that a sampler has begun and not ended, by the step loop's keys, with their parts."""
-
-    def __init__(self, conversations: Conversations | None) -> None:
-        """``conversations``: those of requests with an episode. None without such requests.
-
-        The sample of a request without an episode ends with its first turn.
-        """
-        self._conversations = conversations
-        self._samples: dict[int, tuple[Request, Sample]] = {}
-
-    def begin(self, key: int, queued: Request) -> "tuple[Sample, Future[AnsweredSample] | None]":
-        """The parts of a sample that begins or continues, and the reply that it waits for. None if it can be
-        sampled."""
-        if key in self._samples:
-            return self[key], None
-        request = queued.request
-        sample = replace(request.so_far, number=queued.number, finished=False)
-        stopped = _ends_with(sample, queued.options.stop_token_ids)
-        limit = request.limit(queued.options)
-        is_full = num_tokens(sample.parts) >= limit
-        if self._conversations is None or request.episode is None or not (stopped or is_full):
-            self._samples[key] = queued, sample
-            return sample, None
-        # The engine that sampled the turn, or the run, was lost before the environment replied.
-        sample = replace(sample, finished=stopped)
-        self._samples[key] = queued, sample
-        return sample, self._conversations.request_reply(request, sample, limit)
-
-    def __getitem__(self, key: int) -> Sample:
-        """A sample that has begun."""
-        return self._samples[key][1]
-
-    def get(self, key: int) -> Sample | None:
-        """The sample, or None if it has not begun."""
-        return self[key] if key in self._samples else None
-
-    def extended(self, key: int, parts: Sequence[Part]) -> Sample:
-        """A sample that has begun, with further parts behind its own."""
-        return replace(self[key], parts=[*self[key].parts, *parts])
-
-    def extend(self, key: int, parts: Sequence[Part]) -> None:
-        """Append sampled parts."""
-        self._samples[key] = self._samples[key][0], self.extended(key, parts)
-
-    def drop(self, key: int) -> None:
-        """Forget a sample, if it has begun, and close its episode."""
-        if key in self._samples:
-            queued, _ = self._samples.pop(key)
-            if self._conversations is not None and queued.request.episode is not None:
-                self._conversations.close(queued.request)
-
-    def end_turn(self, key: int, parts: Sequence[Part], stopped: bool) -> "Sample | Future[AnsweredSample]":
-        """The sample if it ends with this turn, else the reply that it waits for.
-
-        ``stopped``: a stop token has ended the turn (False: a limit).
-        """
-        queued, sample = self._samples.pop(key)
-        sample = replace(sample, parts=[*sample.parts, *parts], finished=stopped)
-        if self._conversations is None or queued.request.episode is None:
-            return sample
-        self._samples[key] = queued, sample
-        limit = queued.request.limit(queued.options)
-        return self._conversations.request_reply(queued.request, sample, limit)
-
-    def proceed(self, key: int, answered: AnsweredSample) -> Sample | None:
-        """Store a sample with the environment's reply; returns the sample if that has ended it."""
-        queued, _ = self._samples.pop(key)
-        if not answered.continues:
-            return answered.sample
-        self._samples[key] = queued, answered.sample
-        return None
-
-
-def _ends_with(sample: Sample, stop_token_ids: Sequence[int]) -> bool:
-    """Whether the last token was sampled and is one of ``stop_token_ids``."""
-    part = sample.parts[-1] if sample.parts else None
-    return isinstance(part, Part) and int(part.token_ids[-1]) in stop_token_ids

@@ -17,49 +17,48 @@ import heapq
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import count
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
+from verl_rc.records.parts import Sample
+from verl_rc.runtime.rollout.conversation import AnsweredSample
 from verl_rc.runtime.rollout.engine import Request
 from verl_rc.runtime.rollout.environment import EpisodeFailedError
+from verl_rc.runtime.rollout.open_request import Box, OpenRequest
 
 
 class Sampler(Protocol):
     """An engine that is stepped by hand; only the thread that built it touches it."""
 
     capacity: int
-    """Largest number of samples that run at the same time."""
+    """Largest number of requests that run at the same time."""
 
-    def begin(self, key: int, sample: Request) -> "Future[Any] | None":
-        """Add a sample to the batch of the next steps; one that was cut continues behind its tokens so far.
+    def begin(self, opened: OpenRequest) -> "Future[AnsweredSample] | None":
+        """Add a request to the batch of the next steps, behind its tokens so far.
 
-        Returns a ``Future`` when the sample must wait before it can begin, as ``step`` does. None if it has
+        Returns the environment's reply when the request must wait for one before it can begin. None if it has
         begun.
         """
 
-    def step(self) -> list[tuple[int, Any]]:
-        """Decode one token of each running sample; returns key and response of those that ended.
+    def step(self, running: Mapping[int, OpenRequest]) -> list[tuple[OpenRequest, Any]]:
+        """Decode one token of each running request; returns those that ended, with their responses.
 
-        A ``Future`` in the place of a response, such as the answer of a tool, takes the sample out of the
-        batch until it is done. An exception in its place goes to the reader of the box.
+        A ``Future`` of an ``AnsweredSample`` in the place of a response takes the request out of the batch
+        until it is done. An exception in its place goes to the reader of the box.
         """
 
-    def proceed(self, key: int, answer: Any) -> Any:
-        """Process the result of a sample's ``Future``; returns the response if the sample has ended, None if
-        ``begin`` follows."""
+    def cut(self, requests: Sequence[OpenRequest]) -> None:
+        """Take running requests out of the batch; their tokens stay for ``begin``."""
 
-    def cut(self, keys: Sequence[int]) -> None:
-        """Take running samples out of the batch; their tokens stay for ``begin``."""
+    def drop(self, requests: Sequence[OpenRequest]) -> None:
+        """End requests without a response, whether they run, wait or were cut."""
 
-    def drop(self, keys: Sequence[int]) -> None:
-        """Forget samples, whether they run or were cut."""
-
-    def so_far(self, key: int) -> Any:
-        """The response so far of a sample that has not ended. None if it has not begun."""
+    def so_far(self, opened: OpenRequest) -> Sample:
+        """The response so far of a request that has begun."""
 
 
 S = TypeVar("S", bound=Sampler)
@@ -67,10 +66,6 @@ T = TypeVar("T")
 After = Literal["step", "priority", "all"]
 """A call waits for the end of the current step; for the end of all samples with priority; or until no sample
 may be stepped, because all have ended or the limit of steps is reached."""
-Box = list[tuple[int, Any]]
-"""Number and response of each sample that has ended; the response is an ``EpisodeFailedError`` where the
-environment failed. Only ``take`` may read it: the loop appends to it."""
-
 
 _MAX_GAP_SECONDS = 0.005
 """A shorter pause between two steps does not end a span of activity."""
@@ -93,14 +88,6 @@ class _Level(IntEnum):
     RESUMED = 1
     """Samples without priority that had begun before."""
     NEW = 2
-
-
-@dataclass(frozen=True)
-class _Submitted:
-    """A submitted sample, and the box of its response."""
-
-    sample: Request
-    box: Box
 
 
 class StepLoop(Generic[S]):
@@ -126,18 +113,19 @@ class StepLoop(Generic[S]):
         change."""
         self._commands: deque[_Command] = deque()
         self._failure: BaseException | None = None
-        self._waiting: list[tuple[_Level, int, int, _Submitted]] = []
-        """A heap of samples that wait to begin or to continue, ordered by level, number and arrival. The
-        arrival is the sample's key everywhere."""
-        self._running: dict[int, _Submitted] = {}
+        # The book: every open request is in exactly one of these three. Two are by key.
+        self._waiting: list[tuple[_Level, int, int, OpenRequest]] = []
+        """A heap of requests that wait to begin or to continue, ordered by level, number and key."""
+        self._running: dict[int, OpenRequest] = {}
+        self._unanswered: dict[int, OpenRequest] = {}
+        """Requests that wait for a reply."""
         self._num_priority_running = 0
-        self._unanswered: dict[int, _Submitted] = {}
-        """Samples that wait for an answer."""
-        self._answered: deque[tuple[int, Future[Any]]] = deque()
-        """Keys and answers of samples whose answer has come."""
+        """Counted as they come and go: a sum over all that run would take 0.1 ms, several times a step."""
+        self._answered: deque[tuple[OpenRequest, Future[AnsweredSample]]] = deque()
+        """Replies that have come, and their requests."""
         self._cancelled: set[int] = set()
         """Numbers of samples that were cancelled while their submission was queued."""
-        self._arrivals = count()
+        self._keys = count()
         self._holds: set[str] = set()
         self._steps_left: int | None = None
         """Steps that samples without priority may still be decoded. None means no limit."""
@@ -159,7 +147,7 @@ class StepLoop(Generic[S]):
         def add(_: S) -> None:
             for request in requests:
                 if request.has_priority or request.number not in self._cancelled:
-                    self._enqueue(next(self._arrivals), _Submitted(request, box), _Level.NEW)
+                    self._enqueue(OpenRequest(next(self._keys), request, box))
 
         self.post(add)
 
@@ -217,45 +205,41 @@ class StepLoop(Generic[S]):
 
     # for actions, in the owning thread
 
-    def cut(self, sampler: S) -> list[Request]:
-        """Cut all running samples without priority and return them; they continue with the next step that is
+    def cut(self, sampler: S) -> list[OpenRequest]:
+        """Cut all running requests without priority and return them; they continue with the next step that is
         allowed."""
-        cut = {key: item for key, item in self._running.items() if not item.sample.has_priority}
-        sampler.cut(list(cut))
-        for key, submitted in cut.items():
-            del self._running[key]
-            self._enqueue(key, submitted)
-        return [submitted.sample for submitted in cut.values()]
+        cut = [opened for opened in self._running.values() if not opened.request.has_priority]
+        sampler.cut(cut)
+        for opened in cut:
+            self._enqueue(self._running.pop(opened.key))
+        return cut
 
     def cancel(self, sampler: S, numbers: Collection[int]) -> None:
-        """Drop samples without priority by number, also those of submissions that are still queued.
+        """Drop requests without priority by number, also those of submissions that are still queued.
 
-        Samples that have ended stay in their box.
+        Responses that have ended stay in their box.
         """
         numbers = set(numbers)
         self._cancelled |= numbers
-        dropped = {key for key, item in self._without_priority().items() if item.sample.number in numbers}
-        sampler.drop(sorted(dropped))
-        for key in dropped:
-            self._running.pop(key, None)
-            self._unanswered.pop(key, None)
-        self._waiting = [entry for entry in self._waiting if entry[2] not in dropped]
+        dropped = [opened for opened in self._without_priority() if opened.request.number in numbers]
+        sampler.drop(dropped)
+        for opened in dropped:
+            self._running.pop(opened.key, None)
+            self._unanswered.pop(opened.key, None)
+        keys = {opened.key for opened in dropped}
+        self._waiting = [entry for entry in self._waiting if entry[2] not in keys]
         heapq.heapify(self._waiting)
         self._required -= numbers
 
-    def so_far(self, sampler: S) -> Box:
-        """Number and response so far of every sample without priority that has begun and not ended."""
-        responses = [
-            (submitted.sample.number, sampler.so_far(key))
-            for key, submitted in self._without_priority().items()
-        ]
-        return [(number, response) for number, response in responses if response is not None]
+    def so_far(self, sampler: S) -> list[Sample]:
+        """The response so far of every request without priority that has begun and not ended."""
+        return [sampler.so_far(opened) for opened in self._without_priority() if opened.has_begun]
 
-    def _without_priority(self) -> dict[int, _Submitted]:
-        """Samples without priority that have not ended, by key."""
-        waiting = {arrival: submitted for _, _, arrival, submitted in self._waiting}
-        submissions = waiting | self._running | self._unanswered
-        return {key: item for key, item in submissions.items() if not item.sample.has_priority}
+    def _without_priority(self) -> list[OpenRequest]:
+        """Requests without priority that have not ended."""
+        waiting = (opened for _, _, _, opened in self._waiting)
+        requests = (*waiting, *self._running.values(), *self._unanswered.values())
+        return [opened for opened in requests if not opened.request.has_priority]
 
     def take_activity(self) -> list[tuple[float, float]]:
         """Start and end of each span of steps since the last call, seconds since 1970."""
@@ -272,15 +256,17 @@ class StepLoop(Generic[S]):
     def require(self, numbers: Collection[int]) -> None:
         """Decode samples without priority to their end, whatever the limit; meanwhile all others are decoded,
         too."""
-        unfinished = {submitted.sample.number for submitted in self._without_priority().values()}
+        unfinished = {opened.request.number for opened in self._without_priority()}
         self._required |= unfinished & set(numbers)
 
     # in the owning thread
 
-    def _enqueue(self, arrival: int, submitted: _Submitted, level: _Level = _Level.RESUMED) -> None:
-        level = _Level.PRIORITY if submitted.sample.has_priority else level
-        # The arrival comes before the sample, because samples cannot be compared.
-        heapq.heappush(self._waiting, (level, submitted.sample.number, arrival, submitted))
+    def _enqueue(self, opened: OpenRequest) -> None:
+        request = opened.request
+        level = _Level.RESUMED if opened.has_begun else _Level.NEW
+        level = _Level.PRIORITY if request.has_priority else level
+        # The key comes before the request, because requests cannot be compared.
+        heapq.heappush(self._waiting, (level, request.number, opened.key, opened))
 
     def _run(self, build: Callable[[], S]) -> None:
         try:
@@ -293,7 +279,7 @@ class StepLoop(Generic[S]):
                 elif self._may_step():
                     start = time.time()
                     self._begin_waiting(sampler)
-                    self._deliver(sampler.step())
+                    self._deliver(sampler.step(self._running))
                     self._record_activity(start, time.time())
         except BaseException as error:
             with self._changed:
@@ -330,7 +316,7 @@ class StepLoop(Generic[S]):
         if after == "step" or self._holds:
             return True
         if after == "priority":
-            waits = any(submitted.sample.has_priority for submitted in self._unanswered.values())
+            waits = any(opened.request.has_priority for opened in self._unanswered.values())
             return not (waits or (self._may_step() and self._has_priority_samples()))
         return not (self._unanswered or self._may_step())
 
@@ -370,67 +356,71 @@ class StepLoop(Generic[S]):
     def _begin_waiting(self, sampler: S) -> None:
         """Begin samples while there is room."""
         while self._may_begin() and len(self._running) < sampler.capacity:
-            _, _, key, submitted = heapq.heappop(self._waiting)
-            self._running[key] = submitted
-            self._num_priority_running += submitted.sample.has_priority
-            if answer := sampler.begin(key, submitted.sample):
-                self._leave_batch(key, answer)
+            opened = heapq.heappop(self._waiting)[-1]
+            self._running[opened.key] = opened
+            self._num_priority_running += opened.request.has_priority
+            reply = sampler.begin(opened)
+            opened.has_begun = True
+            if reply is not None:
+                self._leave_batch(opened, reply)
 
     def _num_begun(self) -> int:
         """Number of samples without priority that run or wait for an answer; cut samples wait before new
         ones."""
-        unanswered = sum(not submitted.sample.has_priority for submitted in self._unanswered.values())
+        unanswered = sum(not opened.request.has_priority for opened in self._unanswered.values())
         return len(self._running) - self._num_priority_running + unanswered
 
-    def _leave_batch(self, key: int, answer: "Future[Any]") -> None:
-        """Take a sample out of the batch until ``answer`` has come; another one may take its place."""
-        self._unanswered[key] = self._remove_running(key)
+    def _leave_batch(self, opened: OpenRequest, reply: "Future[AnsweredSample]") -> None:
+        """Take a request out of the batch until ``reply`` has come; another one may take its place."""
+        self._remove_running(opened)
+        self._unanswered[opened.key] = opened
 
-        def notify(_: "Future[Any]") -> None:
+        def notify(_: "Future[AnsweredSample]") -> None:
             with self._changed:
-                self._answered.append((key, answer))
+                self._answered.append((opened, reply))
                 self._changed.notify_all()
 
-        answer.add_done_callback(notify)
+        reply.add_done_callback(notify)
 
     def _return_to_batch(self, sampler: S) -> None:
-        """Enqueue samples whose answers have come, or end them; a failed environment ends its sample.
+        """Enqueue requests whose replies have come, or end them; a failed environment ends its request.
 
-        Raises any other exception in the place of an answer.
+        Raises any other exception in the place of a reply.
         """
         while self._answered:
-            key, answer = self._answered.popleft()
-            submitted = self._unanswered.pop(key, None)
-            if submitted is None:  # cancelled meanwhile
+            opened, reply = self._answered.popleft()
+            if self._unanswered.pop(opened.key, None) is None:  # cancelled meanwhile
                 continue
             try:
-                response = sampler.proceed(key, answer.result())
+                answered = reply.result()
             except EpisodeFailedError as failure:
-                sampler.drop([key])
-                response = failure
-            if response is None:
-                self._enqueue(key, submitted)
+                sampler.drop([opened])
+                self._end(opened, failure)
+                continue
+            opened.sample = answered.sample
+            if answered.continues:
+                self._enqueue(opened)
             else:
-                self._end_sample(submitted, response)
+                self._end(opened, answered.sample)
 
-    def _remove_running(self, key: int) -> _Submitted:
-        submitted = self._running.pop(key)
-        self._num_priority_running -= submitted.sample.has_priority
-        return submitted
+    def _remove_running(self, opened: OpenRequest) -> None:
+        del self._running[opened.key]
+        self._num_priority_running -= opened.request.has_priority
 
-    def _deliver(self, ended: Sequence[tuple[int, Any]]) -> None:
+    def _deliver(self, ended: Sequence[tuple[OpenRequest, Any]]) -> None:
         if self._steps_left and len(self._running) > self._num_priority_running:
             self._steps_left -= 1
-        for key, response in ended:
+        for opened, response in ended:
             if isinstance(response, Future):
-                self._leave_batch(key, response)
+                self._leave_batch(opened, response)
             else:
-                self._end_sample(self._remove_running(key), response)
+                self._remove_running(opened)
+                self._end(opened, response)
 
-    def _end_sample(self, submitted: _Submitted, response: Any) -> None:
-        """Put the response of a sample into its box."""
-        if not submitted.sample.has_priority:
-            self._required.discard(submitted.sample.number)
+    def _end(self, opened: OpenRequest, response: Any) -> None:
+        """Put a response into its box."""
+        if not opened.request.has_priority:
+            self._required.discard(opened.request.number)
         with self._changed:
-            submitted.box.append((submitted.sample.number, response))
+            opened.box.append((opened.request.number, response))
             self._changed.notify_all()

@@ -24,8 +24,9 @@ from verl_rc.config.rollout import MultiTurnConfig
 from verl_rc.records.parts import Answer, Sample, last_turn, num_answers, num_tokens, token_ids
 from verl_rc.runtime.rollout.engine import Request
 from verl_rc.runtime.rollout.environment import EpisodeFailedError
+from verl_rc.runtime.rollout.open_request import Box
 from verl_rc.runtime.rollout.sampling import GenerationRequest, next_seed
-from verl_rc.runtime.rollout.step_loop import Box, StepLoop
+from verl_rc.runtime.rollout.step_loop import StepLoop
 from verl_rc.runtime.rollout.tool_environment import template_arguments
 from verl_rc.runtime.rollout.tools import Tool
 
@@ -149,7 +150,7 @@ def test_an_update_that_waits_for_the_end_of_all_waits_for_tools_too(tokenizer: 
     tool, called, go_on = waiting_tool("2")
     _, loop, box = talk(tokenizer, [[call, said]], tools={"calculator": tool})
     assert called.wait(PATIENCE)
-    assert token_ids(loop.call(loop.so_far)[0][1].parts) == call  # kept if the engine is lost
+    assert token_ids(loop.call(loop.so_far)[0].parts) == call  # kept if the engine is lost
     update: Future[int] = Future()
     threading.Thread(target=lambda: update.set_result(loop.call(lambda _: len(box), after="all"))).start()
     go_on.set()
@@ -216,7 +217,7 @@ def test_a_tool_that_fails_fails_its_sample_and_no_other(how: str, tokenizer: An
     tool = Tool("calculator", "adds", {"expression": "what"}, function)
     bad, call, said = (ids(tokenizer, text, END) for text in ("<tool>bad</tool>", "<tool>1+1</tool>", "2"))
     scripts = [[bad], [bad], [call, said]]
-    sampler, loop, box = talk(tokenizer, scripts, tools={"calculator": tool}, tool_timeout_seconds=0.2)
+    _, loop, box = talk(tokenizer, scripts, tools={"calculator": tool}, tool_timeout_seconds=0.2)
     ended = dict(loop.take(box, 3, PATIENCE))
     for number in (0, 1):
         assert isinstance(ended[number], EpisodeFailedError)
@@ -224,7 +225,7 @@ def test_a_tool_that_fails_fails_its_sample_and_no_other(how: str, tokenizer: An
             ended[number]
         )
     assert ended[2].tool_calls == 1
-    assert sampler._open.get(0) is None  # nothing is kept of it
+    assert not [*loop._waiting, *loop._running, *loop._unanswered]  # nothing is kept of them
     loop.submit(
         [Request(2, GenerationRequest([1], seed=5, episode=episode(5)), options(end=tokenizer.eos_token_id))],
         box,

@@ -17,8 +17,9 @@ from verl_rc.runtime.rollout.conversation import Conversations, LocalHosts
 from verl_rc.runtime.rollout.engine import Request
 from verl_rc.runtime.rollout.environment import EpisodeFailedError
 from verl_rc.runtime.rollout.environment_host import Host, HostLimits, StepResult
+from verl_rc.runtime.rollout.open_request import Box
 from verl_rc.runtime.rollout.sampling import GenerationRequest
-from verl_rc.runtime.rollout.step_loop import Box, StepLoop
+from verl_rc.runtime.rollout.step_loop import StepLoop
 
 PATIENCE = 10.0
 NO_LIMITS = HostLimits()

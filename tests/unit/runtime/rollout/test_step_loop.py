@@ -4,7 +4,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from verl_rc.runtime.rollout.engine import Request
+from verl_rc.runtime.rollout.open_request import Box, OpenRequest
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.runtime.rollout.step_loop import Box, StepLoop
+from verl_rc.runtime.rollout.step_loop import StepLoop
 
 OPTIONS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=99, stop_token_ids=())
 PATIENCE = 10.0
@@ -34,13 +35,14 @@ class Countdown:
         self.versions: dict[int, list[int]] = {}
         """The version at every token so far, also of samples that were cut."""
 
-    def begin(self, key: int, sample: Request) -> None:
+    def begin(self, opened: OpenRequest) -> None:
         assert threading.get_ident() == self.owner
-        self.length[key] = sample.request.max_tokens
+        key = opened.key
+        self.length[key] = opened.request.request.max_tokens
         self.left[key] = self.length[key] - len(self.versions.setdefault(key, []))
-        self.log.append(("begin", sample.number))
+        self.log.append(("begin", opened.request.number))
 
-    def step(self) -> list[tuple[int, Any]]:
+    def step(self, running: Mapping[int, OpenRequest]) -> list[tuple[OpenRequest, Any]]:
         assert threading.get_ident() == self.owner
         assert 0 < len(self.left) <= self.capacity
         self.steps.acquire()
@@ -53,23 +55,23 @@ class Countdown:
         ended = [key for key, left in self.left.items() if left == 0]
         for key in ended:
             del self.left[key]
-        return [(key, self.response(key)) for key in ended]
+        return [(running[key], self.response(key)) for key in ended]
 
     def response(self, key: int) -> Any:
         return self.length[key], self.version
 
-    def cut(self, keys: Sequence[int]) -> None:
+    def cut(self, requests: Sequence[OpenRequest]) -> None:
         assert threading.get_ident() == self.owner
-        for key in keys:
-            del self.left[key]
+        for opened in requests:
+            del self.left[opened.key]
 
-    def drop(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            self.left.pop(key, None)
-            self.versions.pop(key, None)
+    def drop(self, requests: Sequence[OpenRequest]) -> None:
+        for opened in requests:
+            self.left.pop(opened.key, None)
+            self.versions.pop(opened.key, None)
 
-    def so_far(self, key: int) -> tuple[int, ...] | None:
-        return tuple(self.versions[key]) if key in self.versions else None
+    def so_far(self, opened: OpenRequest) -> tuple[int, tuple[int, ...]]:
+        return opened.request.number, tuple(self.versions[opened.key])
 
 
 class Labelled(Countdown):
@@ -544,16 +546,13 @@ def test_a_call_that_comes_with_an_answer_that_ends_the_loop_is_told_so() -> Non
     reply: Future[str] = Future()
 
     class Waiting(Countdown):
-        """Its samples wait for ``reply``, which it cannot read."""
+        """Its requests wait for ``reply``."""
 
-        def begin(self, key: int, sample: Request) -> Any:
+        def begin(self, opened: OpenRequest) -> Any:
             return reply
 
-        def step(self) -> list[tuple[int, Any]]:
+        def step(self, running: Mapping[int, OpenRequest]) -> list[tuple[OpenRequest, Any]]:
             return []
-
-        def proceed(self, key: int, answer: Any) -> Any:
-            raise ArithmeticError("no answer can be read")
 
     loop = StepLoop(partial(Waiting, 8, threading.Semaphore()))
     loop.submit([sample(0, 1)], [])
@@ -561,7 +560,7 @@ def test_a_call_that_comes_with_an_answer_that_ends_the_loop_is_told_so() -> Non
     while not loop.call(lambda _: dict(loop._unanswered)) and time.monotonic() < deadline:
         time.sleep(0.001)
     with loop._changed:  # the thread sees both at once
-        reply.set_result("x")
+        reply.set_exception(ArithmeticError("no answer can be read"))
         call = loop.post(lambda _: None)
     with pytest.raises(ArithmeticError, match="no answer can be read"):
         call.result(PATIENCE)

@@ -17,8 +17,9 @@ from verl_rc.runtime.rollout.engine import (
     Request,
 )
 from verl_rc.runtime.rollout.environment import EpisodeFailedError
+from verl_rc.runtime.rollout.open_request import Box
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.runtime.rollout.step_loop import After, Box, StepLoop
+from verl_rc.runtime.rollout.step_loop import After, StepLoop
 from verl_rc.runtime.rollout.vllm import receiver
 from verl_rc.runtime.rollout.vllm.options import VllmOptions
 from verl_rc.runtime.rollout.vllm.sampler import VllmSampler
@@ -184,11 +185,10 @@ class VllmEngine(Engine):
         if self._options.deterministic_steps is not None:
             self._loop.limit(0)
         cut = self._loop.cut(sampler) if self._options.on_update == "recompute" else []
-        so_far: dict[int, Sample] = dict(self._loop.so_far(sampler))
         recomputed_tokens = sum(
-            len(queued.request.prompt_token_ids) + num_tokens(so_far[queued.number].parts) for queued in cut
+            len(opened.request.request.prompt_token_ids) + num_tokens(opened.sample.parts) for opened in cut
         )
-        self._interrupted = Interrupted(list(so_far.values()), recomputed_tokens=recomputed_tokens)
+        self._interrupted = Interrupted(self._loop.so_far(sampler), recomputed_tokens=recomputed_tokens)
         sampler.begin_update()
 
     def _finish(self, sampler: VllmSampler, version: int) -> list[LoadReceipt]:

@@ -1,6 +1,6 @@
 """vLLM: a sampler for the step loop, whose weights and memory the engine asks for."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +13,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 
 from verl_rc.records.parts import UNKNOWN, Part, Sample, context, num_since_sampled, num_tokens
-from verl_rc.runtime.rollout.conversation import AnsweredSample, Conversations, OpenSamples
-from verl_rc.runtime.rollout.engine import EngineFacts, MemoryTag, Request
+from verl_rc.runtime.rollout.conversation import AnsweredSample, Conversations
+from verl_rc.runtime.rollout.engine import EngineFacts, MemoryTag
+from verl_rc.runtime.rollout.open_request import OpenRequest
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions, next_seed
 from verl_rc.runtime.rollout.vllm import engine_worker, receiver
 from verl_rc.runtime.rollout.vllm.adapters import REQUEST, adapter_arguments
@@ -31,8 +32,8 @@ from verl_rc.runtime.weight_sync.shared_bucket import BucketHandle
 
 
 @dataclass(frozen=True)
-class _VllmRequest:
-    """A request that vLLM is decoding."""
+class _Decoding:
+    """What the sampler knows of a request while vLLM decodes it."""
 
     internal_id: str
     """vLLM's own name of it."""
@@ -40,7 +41,6 @@ class _VllmRequest:
     """Version of the weights when it began."""
     num_top_tokens: int
     """Most likely tokens that vLLM reports beside each sampled token."""
-    options: SamplingOptions
     num_unrecorded: int
     """Positions of its context whose experts come with its first token; 0 where experts are not recorded."""
 
@@ -58,12 +58,9 @@ class VllmSampler:
         self._reuses_cache = options.on_update == "keep"
         self._adapter = REQUEST if options.adapter_rank else None
         """The adapter of every request."""
-        self._open = OpenSamples(
+        self._conversations = (
             None if options.conversation is None else Conversations.from_options(options.conversation)
         )
-        """Samples, without the tokens that vLLM has not returned."""
-        self._requests: dict[int, _VllmRequest] = {}
-        """Requests in vLLM, by the keys of their samples."""
         self._llm = build_llm(
             options,
             # vLLM's default is raw_logprobs, from before temperature, top-k and top-p. A ratio needs the
@@ -81,94 +78,92 @@ class VllmSampler:
         self.capacity: int = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
         self._vocabulary_size: int = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
 
-    def begin(self, key: int, sample: Request) -> "Future[AnsweredSample] | None":
+    def begin(self, opened: OpenRequest) -> "Future[AnsweredSample] | None":
         """See ``Sampler``; raises ``ValueError`` when the sample does not fit the model's length."""
-        so_far, reply = self._open.begin(key, sample)
+        reply = opened.begin(self._conversations)
         if reply is not None:
             return reply
-        request = sample.request
+        request, options, so_far = opened.request.request, opened.request.options, opened.sample
         # The salt keeps a prompt from cached blocks that older weights computed.
         salt = str(self.version) if self._reuses_cache else None
         token_ids = context(request.prompt_token_ids, so_far.parts)
-        parameters = sampling_parameters(request, sample.options, so_far, self._vocabulary_size)
+        parameters = sampling_parameters(request, options, so_far, self._vocabulary_size)
         num_unrecorded = 0
-        if sample.options.records_experts:
+        if options.records_experts:
             num_unrecorded = num_since_sampled(request.prompt_token_ids, so_far.parts)
             parameters.routed_experts_prompt_start = len(token_ids) - num_unrecorded
         internal_id = self._llm.llm_engine.add_request(
-            str(key), tokens_input(token_ids, cache_salt=salt), parameters, lora_request=self._adapter
+            str(opened.key), tokens_input(token_ids, cache_salt=salt), parameters, lora_request=self._adapter
         )
-        self._requests[key] = _VllmRequest(
-            internal_id, self.version, parameters.logprobs or 0, sample.options, num_unrecorded
-        )
+        opened.decoding = _Decoding(internal_id, self.version, parameters.logprobs or 0, num_unrecorded)
         return None
 
-    def step(self) -> "list[tuple[int, Sample | Exception | Future[AnsweredSample]]]":
+    def step(
+        self, running: Mapping[int, OpenRequest]
+    ) -> "list[tuple[OpenRequest, Sample | Exception | Future[AnsweredSample]]]":
         """See ``Sampler``. An error in vLLM's output takes the place of the sample."""
-        ended: list[tuple[int, Sample | Exception | Future[AnsweredSample]]] = []
+        ended: list[tuple[OpenRequest, Sample | Exception | Future[AnsweredSample]]] = []
         for request_output in self._llm.llm_engine.step():
             if not request_output.finished:
                 continue
-            key, output = int(request_output.request_id), request_output.outputs[0]
+            opened, output = running[int(request_output.request_id)], request_output.outputs[0]
             try:
-                parts = self._parts(key, output)
+                parts = self._parts(opened, output)
             except (ValueError, RuntimeError) as error:
-                self._open.drop(key)
-                ended.append((key, error))
+                opened.close(self._conversations)
+                ended.append((opened, error))
             else:  # the other reason is "length"
-                ended.append((key, self._open.end_turn(key, parts, output.finish_reason == "stop")))
-            del self._requests[key]
+                stopped = output.finish_reason == "stop"
+                ended.append((opened, opened.end_turn(self._conversations, parts, stopped)))
+            opened.decoding = None
         return ended
 
-    def proceed(self, key: int, answered: AnsweredSample) -> Sample | None:
-        """See ``Sampler``: ``answered`` has the environment's reply."""
-        return self._open.proceed(key, answered)
-
-    def cut(self, keys: Sequence[int]) -> None:
+    def cut(self, requests: Sequence[OpenRequest]) -> None:
         """See ``Sampler``. Raises like ``parts_of_output``."""
-        for key, parts in {key: self._decoded_parts(key) for key in keys}.items():
-            self._open.extend(key, parts)
-        self._llm.llm_engine.abort_request([str(key) for key in keys])
-        for key in keys:
-            del self._requests[key]
+        samples = [self.so_far(opened) for opened in requests]
+        self._abort(requests)
+        for opened, sample in zip(requests, samples, strict=True):
+            opened.sample = sample
 
-    def drop(self, keys: Sequence[int]) -> None:
+    def drop(self, requests: Sequence[OpenRequest]) -> None:
         """See ``Sampler``."""
-        self._llm.llm_engine.abort_request([str(key) for key in keys if key in self._requests])
-        for key in keys:
-            self._requests.pop(key, None)
-            self._open.drop(key)
+        self._abort(requests)
+        for opened in requests:
+            opened.close(self._conversations)
 
-    def so_far(self, key: int) -> Sample | None:
+    def _abort(self, requests: Sequence[OpenRequest]) -> None:
+        """Take requests out of vLLM, whether they are in it or not."""
+        decoding = [opened for opened in requests if opened.decoding is not None]
+        self._llm.llm_engine.abort_request([str(opened.key) for opened in decoding])
+        for opened in decoding:
+            opened.decoding = None
+
+    def so_far(self, opened: OpenRequest) -> Sample:
         """See ``Sampler``. Raises like ``parts_of_output``."""
-        if key not in self._requests:
-            return self._open.get(key)
-        return self._open.extended(key, self._decoded_parts(key))
-
-    def _decoded_parts(self, key: int) -> list[Part]:
-        """The parts that a request has decoded, while it stays in vLLM."""
+        if opened.decoding is None:
+            return opened.sample
         # vLLM's asynchronous engine makes the same output when it aborts a request.
-        state = self._llm.llm_engine.output_processor.request_states[self._requests[key].internal_id]
+        state = self._llm.llm_engine.output_processor.request_states[opened.decoding.internal_id]
         output = state.make_request_output([], None, FinishReason.ABORT, None)
         assert output is not None
-        return self._parts(key, output.outputs[0])
+        return opened.extended(self._parts(opened, output.outputs[0]))
 
-    def _parts(self, key: int, output: Any) -> list[Part]:
-        request, number = self._requests[key], self._open[key].number
-        columns = {}
-        if request.num_top_tokens:
+    def _parts(self, opened: OpenRequest, output: Any) -> list[Part]:
+        decoding: _Decoding = opened.decoding
+        number, options, columns = opened.request.number, opened.request.options, {}
+        if decoding.num_top_tokens:
             top = ReportedTokens.from_output(
-                output.token_ids, output.logprobs, number, request.num_top_tokens
+                output.token_ids, output.logprobs, number, decoding.num_top_tokens
             )
-            if limit := min(request.options.max_support, self._vocabulary_size):
+            if limit := min(options.max_support, self._vocabulary_size):
                 columns["support"] = supports(output.token_ids, top, number, limit, self._vocabulary_size)
-            if request.options.head_tokens:
-                columns["head"] = top.heads(request.options.head_tokens, number)
-        if request.num_unrecorded and output.token_ids:
+            if options.head_tokens:
+                columns["head"] = top.heads(options.head_tokens, number)
+        if decoding.num_unrecorded and output.token_ids:
             columns["experts"] = expert_lists(
-                output.routed_experts, request.num_unrecorded, len(output.token_ids), number
+                output.routed_experts, decoding.num_unrecorded, len(output.token_ids), number
             )
-        return parts_of_output(output, (request.first_version, self.version), number, columns)
+        return parts_of_output(output, (decoding.first_version, self.version), number, columns)
 
     def weight_receiver(self) -> receiver.WeightReceiver:
         """The receiver of weight updates; it is in this process only without tensor parallelism."""
