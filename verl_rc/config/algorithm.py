@@ -10,8 +10,7 @@ from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.schema import StrictModel
 
 REWARD_METRICS = ("reward", "seq_reward", "seq_final_reward")
-"""Values of ``filter_groups.metric`` that mean what is trained on, before a KL penalty; verl's names of all
-releases."""
+"""Values of ``filter_groups.metric`` that mean the reward before a KL penalty, in any of verl's releases."""
 
 
 class KlControlConfig(StrictModel):
@@ -39,7 +38,7 @@ class FilterGroupsConfig(StrictModel):
     """Quantity by which samples are compared: ``reward`` (synonyms ``seq_reward``, ``seq_final_reward``),
     ``score`` (before the overlong penalty), or a numeric column of the reward function, e.g. ``acc``."""
     max_num_gen_batches: int = Field(0, ge=0)
-    """Maximum batches of ``data.gen_batch_size`` prompts per step; one more ends the run. 0: no limit."""
+    """Maximum batches of ``data.gen_batch_size`` prompts per step; the next one ends the run. 0: no limit."""
 
 
 class AlgorithmConfig(StrictModel):
@@ -49,7 +48,7 @@ class AlgorithmConfig(StrictModel):
     """Advantage estimator: a name of the table of advantage estimators, or ``module:function`` for one of
     your own."""
     adv_estimator_inputs: list[EstimatorInput] = []
-    """What a ``module:function`` estimator reads beside rewards, mask and groups."""
+    """Inputs of a ``module:function`` estimator beside rewards, mask and groups."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token."""
     lam: float = Field(1.0, ge=0, le=1)
@@ -58,12 +57,12 @@ class AlgorithmConfig(StrictModel):
     """Divide group advantages by the group's standard deviation; False is Dr. GRPO."""
     turn_credit: Literal["episode", "turn"] = "episode"
     """``turn``: a turn's tokens are credited with the rewards from that turn on, compared with the same turn
-    of the group's other samples (arXiv:2511.14846). ``episode``: with the sum."""
+    of the group's other samples (arXiv:2511.14846). ``episode``: with all rewards."""
     gdpo_reward_keys: list[str] | None = None
     """``gdpo``: columns of the reward function that are normalised one by one; ``score`` is the score itself.
     """
     gdpo_reward_weights: list[float] | None = None
-    """``gdpo``: their weights; null: 1 each."""
+    """``gdpo``: weights of these columns; null: 1 each."""
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     """Dynamic sampling."""
     use_kl_in_reward: bool = False
@@ -71,7 +70,7 @@ class AlgorithmConfig(StrictModel):
     kl_penalty: KlKind = "kl"
     """Estimator of the KL penalty."""
     kl_ctrl: KlControlConfig = KlControlConfig()
-    """Weight of that penalty."""
+    """Weight of the KL penalty."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     """Importance weights and rejection between rollout and trainer; ``preset`` sets several keys at once."""
 
@@ -81,6 +80,7 @@ class AlgorithmConfig(StrictModel):
         return ADVANTAGE_ESTIMATORS.get(self.adv_estimator)
 
     def estimator_reads(self, name: EstimatorInput) -> bool:
-        """Whether the advantage estimator reads this input; one of the user's own declares it."""
+        """Whether the advantage estimator reads this input; a function of the user's own declares its
+        inputs."""
         inputs = self.adv_estimator_inputs if self.estimator is None else self.estimator.inputs
         return name in inputs

@@ -114,10 +114,10 @@ class PolicyLossOptions(StrictModel):
 
 
 class LossOptions(RatioOptions, PolicyLossOptions):
-    """The options of all losses side by side, as the functions read them."""
+    """The options of all losses in one record, as the functions read them."""
 
     def without_penalties(self) -> Self:
-        """The options without the terms of a loss that no advantage multiplies."""
+        """The options without penalties, the terms of a loss that no advantage multiplies."""
         return self.model_copy(update={"dro_beta": 0.0, "kl_tau": 0.0})
 
 
@@ -132,7 +132,7 @@ class LossOption:
     condition: str = ""
     """The tokens on which it acts, in words. Empty for all."""
     is_required: bool = False
-    """Losses that read it do not run without a value; all others refuse one."""
+    """Whether losses that read it need a value. All other losses refuse one."""
 
     def value(self, actor: StrictModel) -> float | None:
         """Return its value in a section ``actor_rollout_ref.actor``."""
@@ -140,7 +140,7 @@ class LossOption:
         return value
 
     def in_words(self, actor: StrictModel) -> str:
-        """Symbol, value and key."""
+        """The option as text: symbol, value and key."""
         return f"{self.symbol} = {self.value(actor):g}{self.condition and ' ' + self.condition} ({self.key})"
 
 
@@ -150,33 +150,34 @@ class LossSpec:
 
     title: str
     formula: str
-    """ℓ of a token, or of a row; sg[…] is a constant of the gradient."""
+    """The loss ℓ of a token, or of a row; sg[…] has no gradient."""
     source: str
     ratio: Literal["token", "row", "product", "penalty", "none"]
-    """How it reads the old policy: as a ratio of each token, the geometric mean of a row's, their product,
-    only a penalty, or nowhere."""
+    """Use of the old policy: the ratio of each token, the geometric mean of a row's ratios, their product, a
+    penalty alone, or none."""
     gradient_through: Literal["ratio", "log_prob"]
-    """What carries the gradient: the ratio itself, or log π while the ratio is a constant."""
+    """The factor that has the gradient: the ratio, or log π while the ratio is a constant."""
     options: tuple[LossOption, ...] = ()
     only_negative: tuple[LossOption, ...] = ()
     """Options that have an effect only where the advantage is negative."""
     aggregation: LossAggregation | None = None
     """The average that overrides ``loss_agg_mode``, if any."""
     is_per_row: bool = False
-    """A row has one term and one weight, the geometric mean of its tokens' weights."""
+    """Whether a row has one term, and one weight: the geometric mean of its tokens' weights."""
     clips_by_probability: bool = False
-    """A token leaves by its two probabilities, not by their ratio alone."""
+    """Whether a token is clipped by its two probabilities, not by their ratio alone."""
     reads_mini_batch: bool = False
-    """It depends on the whole mini-batch, whose tokens a pass without gradient looks at first."""
+    """Whether it depends on the whole mini-batch, which a pass without gradient reads first."""
     clipped: str | None = None
     """The tokens that ``actor/pg_clipfrac`` counts. None if it is not reported."""
     clipped_lower: str | None = None
     """The tokens that ``actor/pg_clipfrac_lower`` counts. None if it is not reported."""
     ppo_kl: Literal["clamped", "whole", "distance", "none"] = "clamped"
-    """What ``actor/ppo_kl`` averages: old − current log-prob, clamped to ±20 nats as in the ratio, or whole;
-    its absolute value; or nothing."""
+    """Values that ``actor/ppo_kl`` averages: old − current log-prob, clamped to ±20 nats as in the ratio, or
+    whole; its absolute value; or none."""
     is_loss_mode: bool = True
-    """Chosen by ``policy_loss.loss_mode``; False: by ``algorithm.rollout_correction.loss_type``."""
+    """Whether ``policy_loss.loss_mode`` chooses it. False: ``algorithm.rollout_correction.loss_type``
+    does."""
 
     @property
     def is_of_tokens(self) -> bool:
@@ -461,20 +462,21 @@ class EstimatorSpec:
 
     title: str
     formula: str
-    """A of a token; s is the row's score, g its group: the rows that answer the same prompt."""
+    """The advantage A of a token; s is the row's score, g its group: the rows that answer the same prompt."""
     source: str
     inputs: tuple[EstimatorInput, ...] = ()
-    """``group_ids``: it compares the rows of a prompt. ``component_scores``: in the place of rewards, and so
-    of a KL penalty in them. ``rollout_is_weights``: if there are any."""
+    """With ``group_ids`` it compares the rows of a prompt. ``component_scores`` replace rewards, and so a KL
+    penalty in them. ``rollout_is_weights`` come only where there are any."""
     options: tuple[EstimatorOption, ...] = ()
     never_negative: bool = False
-    """No advantage is below 0."""
+    """Whether no advantage is below 0."""
     needs_several_samples: bool = False
-    """A row alone in its group gets 0; from all others that compare rows it gets its own score, as in verl.
-    """
+    """Whether a row alone in its group gets 0. All other estimators that compare rows give it its own score,
+    as in verl."""
     subtracts_total: bool = False
-    """It subtracts the score of a whole response from returns to go: rewards of turns count at its end, as
-    their sum. Else a late turn would have to earn again what earlier ones have earned."""
+    """Whether it subtracts the score of a whole response from returns to go. Rewards of turns then count at
+    the end of the response, as their sum; else a late turn would have to earn again what earlier turns have
+    earned."""
     same_as: str | None = None
     """The estimator that this name is an alias of, if any."""
 

@@ -16,7 +16,7 @@ _CHOICES = {
     "rollout_opsm_threshold",
     "bypass_mode",
 }
-"""Fields of rollout correction. One of them is given where a correction was chosen; a preset gives
+"""Fields of rollout correction that choose a correction when one of them is given; a preset gives
 ``rollout_is``."""
 
 
@@ -209,6 +209,6 @@ def _staging(config: RunConfig) -> Iterator[str]:
 
 
 def _whole_steps(publications: Fraction, interval: int, up: bool = False) -> float:
-    """``publications``, rounded so that they are whole steps; ``interval`` steps lie between two."""
+    """``publications``, which are ``interval`` steps apart, rounded to whole steps."""
     steps = interval * publications
     return float(Fraction(math.ceil(steps) if up else math.floor(steps), interval))

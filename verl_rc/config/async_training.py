@@ -23,7 +23,7 @@ class AsyncTrainingConfig(StrictModel):
     """Publications that generation may be ahead of training. 0 with ``trigger_parameter_sync_step=1``:
     synchronous."""
     max_off_policy_threshold: float | None = Field(None, ge=0)
-    """Largest age of what is trained on, in publications, at least ``staleness_threshold``. null:
+    """Largest age of trained tokens, in publications, at least ``staleness_threshold``. null:
     ``staleness_threshold``, plus 1 where it is above 0 and partial rollouts are trained on in the order of
     completion."""
     max_off_policy_strategy: Literal["wait", "drop"] = "wait"
@@ -46,20 +46,20 @@ class AsyncTrainingConfig(StrictModel):
     """Order in which groups are trained on: that of admission, or that of completion, the oldest version
     first. ``auto``: ready with partial rollouts, else admitted."""
     max_concurrent_rollouts: int | None = Field(None, ge=1)
-    """Training samples of one engine under way, waits for tools included. null: no limit but
+    """Maximum training samples in progress in one engine, those in tool calls included. null: no limit but
     ``rollout.max_num_seqs``."""
     max_token_age: int | None = Field(None, ge=0)
-    """Age in steps above which tokens leave the loss; the advantage baseline keeps their samples. null: none.
-    """
+    """Age in steps above which tokens leave the loss; the advantage baseline keeps their samples. null: no
+    limit."""
     group_timeout_seconds: float | None = Field(None, gt=0)
-    """Time limit of a group from its first request to its last answer, seconds; a later one is sampled once
-    more, then replaced. null: no limit."""
+    """Time limit of a group from its first request to its last answer, seconds; a slower group is sampled
+    again, then replaced. null: no limit."""
     deterministic_steps: int | None = Field(None, ge=1)
     """Engine steps per version, after which engines wait for new weights, so that partial rollouts repeat to
     the bit; for tests."""
     trace: bool = False
-    """Write ``trace.json`` into the run's folder: who did what, and when. https://ui.perfetto.dev opens it,
-    also while the run trains."""
+    """Write ``trace.json``, a timeline of all processes, into the run's folder. https://ui.perfetto.dev opens
+    it, also while the run trains."""
 
     @property
     def is_synchronous(self) -> bool:
@@ -76,7 +76,7 @@ class AsyncTrainingConfig(StrictModel):
 
     @property
     def on_update(self) -> Literal["finish", "recompute", "keep"]:
-        """What a publication does to running responses: engines finish them first, or
+        """Effect of a publication on running responses: engines finish them first, or
         ``kv_cache_on_update``."""
         return self.kv_cache_on_update if self.partial_rollout and self.staleness_threshold > 0 else "finish"
 
@@ -88,7 +88,7 @@ class AsyncTrainingConfig(StrictModel):
 
     @property
     def staleness(self) -> Fraction:
-        """k: ``staleness_threshold`` as it was written, 0.1 as a tenth."""
+        """k, which is ``staleness_threshold`` as an exact fraction: 0.1 is a tenth."""
         return _exact(self.staleness_threshold)
 
     @property
@@ -118,7 +118,7 @@ class AsyncTrainingConfig(StrictModel):
         return math.floor(self.trigger_parameter_sync_step * self.staleness)
 
     def rounded_to_publications(self, steps: int) -> int:
-        """A frequency in steps, rounded up to one of steps that publish; <= 0 (never) stays."""
+        """A frequency in steps, rounded up so that only steps that publish are met; <= 0 means never."""
         return (
             -(-steps // self.trigger_parameter_sync_step) * self.trigger_parameter_sync_step
             if steps > 0
@@ -126,7 +126,8 @@ class AsyncTrainingConfig(StrictModel):
         )
 
     def groups_in_memory(self, batch: int) -> int:
-        """M (1 + k) B: groups that are in flight or wait at once, at most, with ``batch`` prompts a step."""
+        """M (1 + k) B, the largest number of groups in flight or waiting; B is ``batch``, the prompts of a
+        step."""
         return math.ceil(self.trigger_parameter_sync_step * (1 + self.staleness) * batch)
 
 

@@ -27,7 +27,7 @@ class TeacherModelsConfig(StrictModel):
 
 
 class DistillationLossConfig(StrictModel):
-    """``distillation.distillation_loss.*``: what the teacher's log-probs do."""
+    """``distillation.distillation_loss.*``: the loss of the teacher's log-probs."""
 
     loss_mode: KlKind | Literal["forward_kl_topk"] = "k3"
     """Estimate of KL(current || teacher) of each sampled token (``k1`` needs ``use_policy_gradient``), or
@@ -48,9 +48,9 @@ class DistillationLossConfig(StrictModel):
     clip_ratio: float = Field(0.2, ge=0)
     """``use_policy_gradient``: clip range of the policy loss on both sides."""
     clip_ratio_low: float = follows(f"{_LOSS}.clip_ratio", ge=0)
-    """Its clip range below 1."""
+    """``use_policy_gradient``: clip range below 1."""
     clip_ratio_high: float = follows(f"{_LOSS}.clip_ratio", ge=0)
-    """Its clip range above 1."""
+    """``use_policy_gradient``: clip range above 1."""
 
 
 class DistillationConfig(StrictModel):
@@ -61,7 +61,7 @@ class DistillationConfig(StrictModel):
     teacher_models: TeacherModelsConfig = TeacherModelsConfig()
     """The teacher."""
     distillation_loss: DistillationLossConfig = DistillationLossConfig()
-    """The loss that its log-probs make."""
+    """The loss of the teacher's log-probs."""
 
     @property
     def teacher(self) -> TeacherConfig:
@@ -70,12 +70,13 @@ class DistillationConfig(StrictModel):
 
     @property
     def loss(self) -> DistillationLossConfig | None:
-        """The loss that the teacher's log-probs make. None without a teacher."""
+        """The loss of the teacher's log-probs. None without a teacher."""
         return self.distillation_loss if self.enabled else None
 
     @property
     def top_tokens(self) -> int:
-        """How many tokens of the teacher the loss looks at beside each sampled token; 0: none."""
+        """Number of the teacher's likeliest tokens that the loss reads at each position. 0 if it reads the
+        sampled token alone."""
         loss = self.loss
         return loss.topk if loss is not None and loss.loss_mode == "forward_kl_topk" else 0
 

@@ -24,7 +24,8 @@ def listed(names: Iterable[str], most: int = 5) -> str:
 
 
 def install_extra(extra: str) -> str:
-    """For a message: how to install a group of optional packages of pyproject.toml. No index has verl_rc."""
+    """The command that installs a group of optional packages of pyproject.toml, for a message. No index has
+    verl_rc."""
     return f"run `python -m pip install --editable '.[{extra}]'` in the clone of verl_rc"
 
 

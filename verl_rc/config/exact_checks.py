@@ -1,4 +1,4 @@
-"""What exact mode has been shown for: everything else is refused."""
+"""Refusal of all settings with which exact mode has not been shown to work."""
 
 from collections.abc import Iterator
 

@@ -19,7 +19,7 @@ def open_inside(folder: Path | None, path: Path) -> BinaryIO:
     """Open a file below ``folder`` for reading. Links are followed where they stay below ``folder``.
 
     No component is a link when it is opened, so that a link planted in the meantime is not followed either.
-    None: the user has named the file itself, which may be a link to anywhere.
+    ``folder`` is None where the user has named the file itself, which may be a link to anywhere.
 
     Raises:
         FileNotFoundError: there is no such file.

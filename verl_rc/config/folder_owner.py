@@ -29,9 +29,10 @@ from verl_rc.config.processes import process_status
 OWNER_FILE = "owner.json"
 HEARTBEAT_SECONDS = 3.0
 SILENT_SECONDS = 120.0
-"""An owner on another host that gives no sign of life for longer counts as gone."""
+"""Seconds without a sign of life after which an owner on another host counts as gone."""
 WATCH_SECONDS = 10.0
-"""The file of such an owner must stay as it is for so long: a clock of the file system may have jumped."""
+"""Seconds for which the file of such an owner must not change first: a clock of the file system may have
+jumped."""
 _UNWRITTEN_SECONDS = 1.0
 """Time between the creation of the file and its contents."""
 _LOG = logging.getLogger("verl_rc")
@@ -56,7 +57,7 @@ class Owner:
     system: str
     """Boot of the kernel and namespace of its pids; empty where neither is known."""
     since: float
-    """When it took the folder, by the clock of the file system."""
+    """Time at which it took the folder, by the clock of the file system."""
     token: str
     """Tells the owner from all others."""
 
@@ -91,7 +92,7 @@ class _Found:
 
     @property
     def owner(self) -> Owner | None:
-        """None where the file is damaged, or its host's disk was full."""
+        """The owner. None where the file is damaged, or its host's disk was full."""
         try:
             return _OWNER.validate_json(self.content)
         except ValueError:
@@ -249,7 +250,8 @@ def _read(path: Path) -> _Found | None:
 
 
 def _seconds_to_watch(path: Path, found: _Found) -> float:
-    """How long the file must stay as it is before its owner counts as gone; infinite for one that lives."""
+    """Seconds for which the file must not change before its owner counts as gone; infinite for an owner that
+    lives."""
     owner = found.owner
     if owner is not None and owner.is_of_this_system:
         return math.inf if owner.runs else 0.0
@@ -262,7 +264,7 @@ def _seconds_to_watch(path: Path, found: _Found) -> float:
 
 
 def _stays(path: Path, found: _Found, seconds: float) -> bool:
-    """Whether the file stays as it is for so long; the wait and its end are logged."""
+    """Whether the file does not change for this many seconds; the wait and its end are logged."""
     if seconds:
         _LOG.warning(
             "%s belongs to %s, with no sign of life for %s: watching it for %.0f s before this run takes it",

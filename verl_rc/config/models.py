@@ -51,15 +51,15 @@ class ModelConfig(StrictModel):
     """Modules that get an adapter: names, a regular expression, or ``all-linear`` (every linear layer except
     the output)."""
     exclude_modules: str | list[str] | None = None
-    """Modules that get none: names or a regular expression."""
+    """Modules without adapters: names or a regular expression."""
     lora: LoraConfig = LoraConfig()
-    """How adapters get to the engines."""
+    """Transfer of adapters to the engines."""
     head_dtype: Literal["float32"] | None = None
     """Precision in which actor, reference and engines compute logits. Null: the ``dtype`` of each."""
 
     @property
     def adapter_rank(self) -> int:
-        """Rank of the adapters that engines apply; 0: they get none, or merged ones."""
+        """Rank of the adapters that engines apply. 0 without adapters, or with merged ones."""
         return 0 if self.lora.merge else self.lora_rank
 
 
@@ -158,7 +158,7 @@ class FrozenFsdpConfig(FsdpConfig):
     """``*.fsdp_config.*`` of a policy that only scores."""
 
     model_dtype: Precision = "fp32"
-    """Precision in which its weights are kept."""
+    """Precision of its weights."""
     ulysses_sequence_parallel_size: int = follows(
         "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size", ge=1
     )
@@ -205,7 +205,7 @@ class ActorConfig(RatioOptions):
     use_kl_loss: bool = False
     """Add a KL term against the reference policy to the loss."""
     kl_loss_coef: float = Field(0.001, ge=0)
-    """Weight of that term."""
+    """Weight of the KL term."""
     kl_loss_type: KlKind = "low_var_kl"
     """Estimator of the KL term. With a ``+`` its gradient is that of k2, which is the gradient of the KL."""
     policy_loss: PolicyLossConfig = PolicyLossConfig()
@@ -215,7 +215,7 @@ class ActorConfig(RatioOptions):
     fsdp_config: LearnerFsdpConfig = LearnerFsdpConfig()
     """Sharding and precision."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """How it is saved."""
+    """Form of its checkpoints."""
 
     @model_validator(mode="after")
     def _some_micro_batch_limit(self) -> "ActorConfig":

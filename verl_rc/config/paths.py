@@ -1,4 +1,4 @@
-"""Files and folders that a configuration names: what must be there, and what must be writable."""
+"""Files and folders that a configuration names: inputs must exist, outputs must be writable."""
 
 import argparse
 import errno

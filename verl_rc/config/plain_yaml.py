@@ -7,10 +7,10 @@ import yaml
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 LARGEST = 1 << 20
-"""Characters of a text."""
+"""Largest number of characters of a text."""
 _MOST_LEVELS = 100
 _LONGEST_NUMBER = 64
-"""Characters of a number in base 60, which takes time by the square of its length."""
+"""Largest number of characters of a number in base 60, which takes time by the square of its length."""
 _NUMERALS = frozenset("+-.0123456789:_")
 
 

@@ -1,4 +1,4 @@
-"""What the kernel and the locale say of processes."""
+"""Facts about processes, from the kernel and the locale."""
 
 import codecs
 import locale
@@ -12,7 +12,7 @@ from verl_rc.config.errors import ConfigError
 
 
 def require_utf8() -> None:
-    """Raise ``ConfigError`` where this process takes text of files and of the terminal for something else."""
+    """Raise ``ConfigError`` unless this process reads text of files and of the terminal as UTF-8."""
     encoding = locale.getpreferredencoding(False)
     if codecs.lookup(encoding).name != "utf-8":
         raise ConfigError(
@@ -28,7 +28,7 @@ def process_status(pid: int) -> tuple[str, int] | None:
 
 
 def kill_descendants() -> None:
-    """End every process that this one, or one of those, has started, except those whose parent had ended."""
+    """End the running descendants of this process, except those whose parent had ended."""
     _kill_all(lambda: _descendants(os.getpid()))
 
 
@@ -67,7 +67,7 @@ def _send(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Those that run; a process that has ended is left out."""
+    """Running descendants of a process."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*"):
         fields = _fields(path.name)

@@ -100,10 +100,10 @@ class RejectionRule:
     """``token``: each token by itself; ``turn_*``: a turn of the policy (a run of its tokens), by the sum or
     mean over them; ``seq_*``: the whole row, by the sum, mean or maximum."""
     divergence: Divergence
-    """The per-token statistic. Of the log-ratio l = train - rollout: k1 = -l, k2 = l^2 / 2, k3 = e^l - 1 - l.
-    Of the sampled token's probabilities p under train and q under rollout: tv = |p - q|, bkl = the KL
-    divergence of q from p with all other tokens taken together, kpop = the larger of the two directions of
-    that."""
+    """The per-token statistic. With the log-ratio l = train - rollout: k1 = -l, k2 = l^2 / 2, k3 = e^l - 1 -
+    l. With the sampled token's probabilities p under train and q under rollout: tv = |p - q|, bkl = the KL
+    divergence of q from p with all other tokens taken together, kpop = the larger of bkl in both
+    directions."""
 
     @property
     def name(self) -> str:
@@ -135,7 +135,7 @@ class BoundedRule:
 
     rule: RejectionRule
     lower: float
-    """Smallest accepted value of the statistic; -inf: none."""
+    """Smallest accepted value of the statistic. -inf without a lower bound."""
     upper: float
     """Largest accepted value."""
 

@@ -12,7 +12,7 @@ DEFAULT_CPU_CACHE_MEGABYTES = 256
 
 
 _TIES = 16
-"""Tokens as likely as the last of top_k, in bf16 up to 5 of 258 tokens."""
+"""Room for tokens as likely as the last of top_k: in bf16 up to 5 of 258 tokens."""
 
 
 class ValKwargsConfig(StrictModel):
@@ -179,9 +179,9 @@ class MultiTurnConfig(StrictModel):
     """Let the policy call tools. Sampled and tool tokens together are at most ``data.max_response_length``.
     """
     tools: list[str] = []
-    """Names: ``calculator``, or ``module:attribute`` of a ``Tool`` of your own (docs/tasks.md)."""
+    """Tools: ``calculator``, or ``module:attribute`` of a ``Tool`` of your own (docs/tasks.md)."""
     format: Literal["hermes", "tag"] = "hermes"
-    """How a call is written: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen), or
+    """Syntax of a call: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen), or
     ``<tool>text</tool>`` for one tool with one argument."""
     max_assistant_turns: int | None = Field(None, ge=1)
     """Maximum number of the policy's turns; null: only tokens are limited."""
@@ -250,8 +250,8 @@ class RolloutConfig(StrictModel):
     min_p: float = Field(0.0, ge=0, le=1)
     """Sample from tokens with at least this share of the largest probability; 0: all."""
     max_support: int | None = Field(None, ge=1)
-    """Size of the largest support, the tokens that the filter leaves, that is recorded; a token of a larger
-    one leaves the loss. null: top_k + 16; needed with a filter without top_k."""
+    """Size of the largest support, the tokens that the filter leaves, that is recorded; a token with a larger
+    support leaves the loss. null: top_k + 16; needed with a filter without top_k."""
     enable_rollout_routing_replay: bool = False
     """For models with experts: the actor takes the experts that the engine recorded for each token. False:
     rounding may choose others."""
@@ -312,9 +312,9 @@ class RolloutConfig(StrictModel):
     engine_kwargs: EngineKwargsConfig = EngineKwargsConfig()
     """Further arguments of the engine."""
     checkpoint_engine: CheckpointEngineConfig = CheckpointEngineConfig()
-    """The way weights take."""
+    """Transfer of weights."""
     sync_proof: SyncProofConfig = SyncProofConfig()
-    """Proof of their arrival."""
+    """Proof that weights arrive."""
 
     @property
     def has_filter(self) -> bool:

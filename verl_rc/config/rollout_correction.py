@@ -59,8 +59,8 @@ class WeightSettings:
 
 
 CorrectionMode = Literal["decoupled", "bypass", "interpolated"]
-"""What is corrected against the rollout policy, and where: the proximal policy in the driver, before the
-update; the current policy, or a proximal one interpolated from both, in the actor, during it."""
+"""The policy that is corrected against the rollout policy, and the place: the proximal policy in the driver,
+before the update; the current policy, or a proximal one interpolated from both, in the actor, during it."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,7 @@ class ScoreCenteringConfig(StrictModel):
     top_k: int = Field(32, ge=1)
     """Most likely tokens whose log-probs the engine reports at each place."""
     tail: Literal["proportional", "none"] = "proportional"
-    """All other tokens: the sampler is taken as proportional to the policy being trained, or they are left
-    out."""
+    """All other tokens: the sampler is assumed proportional to the trained policy, or they are left out."""
 
 
 class RolloutCorrectionConfig(PresetConstructors):
@@ -157,7 +156,7 @@ class RolloutCorrectionConfig(PresetConstructors):
     share of the samples (linear), or by its square root (sqrt, for AdamW); null: no. VCPO, arXiv:2602.17616.
     """
     score_centering: ScoreCenteringConfig = ScoreCenteringConfig()
-    """The loss less what the sampler expects of it; beside weights and rejection, or alone."""
+    """Score centering, beside weights and rejection or alone."""
     diagnostics: Literal["core", "full"] = "full"
     """core: verl's metrics. full: also percentiles, raw weights, effective sample sizes, and signatures of
     what makes engine and trainer differ."""
@@ -319,12 +318,13 @@ class RolloutCorrectionConfig(PresetConstructors):
 
     @property
     def applies_weights(self) -> bool:
-        """Whether weights enter the loss. Else they are reported: its own ratio is current/rollout."""
+        """Whether weights enter the loss. A loss whose own ratio is current/rollout only has them
+        reported."""
         return not self.bypass_mode or self.loss_type == "reinforce"
 
     @property
     def head_tokens(self) -> int:
-        """Most likely tokens that engines report beside each sampled one; 0: none."""
+        """Most likely tokens that engines report beside each sampled one. 0 if they report none."""
         return self.score_centering.top_k if self.score_centering.enabled else 0
 
     @property

@@ -58,7 +58,7 @@ class AlertsConfig(StrictModel):
     """Action when the mean score of the last ``reward_window`` steps has fallen by more than half of the best
     such mean so far; a fall within four standard errors does not count."""
     reward_window: int = Field(5, ge=1)
-    """Steps that are averaged."""
+    """Steps of the mean score."""
 
 
 class TokenRecordsConfig(StrictModel):
@@ -78,7 +78,7 @@ class TokenRecordsConfig(StrictModel):
     full_freq: int = Field(0, ge=0)
     """Steps between records of the whole batch; 0: never."""
     max_megabytes: int = Field(200, ge=1)
-    """Size of all records, MiB; above it every second one is removed, those of alerts last."""
+    """Maximum size of all records, MiB; above it every second record is removed, those of alerts last."""
     contents: Literal["full", "no_prompts", "numbers_only"] = "full"
     """``no_prompts``: responses only; ``numbers_only``: no text, only numbers and the kind of each token."""
 
@@ -213,9 +213,9 @@ class ActorRolloutRefConfig(StrictModel):
     model: ModelConfig
     """The model."""
     actor: ActorConfig
-    """How it is updated."""
+    """Its update."""
     rollout: RolloutConfig = RolloutConfig()
-    """How it is sampled."""
+    """Its rollouts."""
     ref: ReferenceConfig = ReferenceConfig()
     """The reference policy of the KL penalty."""
     hybrid_engine: bool = True
@@ -238,17 +238,17 @@ class RunConfig(StrictModel):
     actor_rollout_ref: ActorRolloutRefConfig
     """The policy."""
     critic: CriticConfig = CriticConfig()
-    """Values."""
+    """The critic."""
     reward: RewardConfig = RewardConfig()
-    """Scores."""
+    """Rewards."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """Objective."""
+    """Advantages and rollout correction."""
     distillation: DistillationConfig = DistillationConfig()
     """A teacher."""
     async_training: AsyncTrainingConfig = AsyncTrainingConfig()
     """Rollouts beside updates."""
     trainer: TrainerConfig = TrainerConfig()
-    """Length, place, output."""
+    """Length, devices, output."""
     ray_kwargs: RayKwargsConfig = RayKwargsConfig()
     """Ray."""
 
@@ -387,7 +387,7 @@ class RunConfig(StrictModel):
 FOLLOWED_KEYS = {
     key: followed for key, field in fields_of(RunConfig).items() if (followed := followed_key(field))
 }
-"""The key whose value a key takes where it is null."""
+"""For each key that takes the value of another key where it is null, this other key."""
 
 
 def _size_of_a_step(tree: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ OneOrMore = BeforeValidator(_as_list)
 """Validator of a list of texts: a single text stands for a list of one."""
 
 NoneOrMore = BeforeValidator(lambda value: [] if value is None else _as_list(value))
-"""The same, and null stands for an empty list."""
+"""``OneOrMore``, where null stands for an empty list."""
 
 
 @functools.cache
@@ -178,11 +178,11 @@ _OPEN_SECTIONS = {
     "actor_rollout_ref.rollout.environment.choices": "",
     "reward.custom_reward_function.reward_kwargs": "",
 }
-"""Sections with keys of the user's own, and what stands for a secret that a saved configuration does not have
-and the environment neither: null, or an error (a function of the user's own must not be called without it).
-The schema's own keys never hold secrets."""
+"""Sections with keys of the user's own, and the value of a secret that neither a saved configuration nor the
+environment has: null, or an error (a function of the user's own must not be called without it). The schema's
+own keys never hold secrets."""
 _NO_SECRETS = ("PWD",)
-"""Variables whose names look like a secret's; PWD is the working folder."""
+"""Variables that hold no secret, although their names look like it; PWD is the working folder."""
 
 
 def public_values(config: StrictModel) -> dict[str, Any]:

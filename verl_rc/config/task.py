@@ -69,8 +69,8 @@ class CustomRewardFunctionConfig(StrictModel):
     path: UserPath | None = None
     """Python file of the function; null: the built-in function of each row's ``data_source``."""
     name: str = "compute_score"
-    """Its name: ``f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs) -> float | dict``.
-    """
+    """Function name: ``f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs) -> float |
+    dict``."""
     reward_kwargs: dict[str, Any] = {}
     """Further keyword arguments of every call. ``reward.reward_model`` adds ``reward_model_score``."""
 
@@ -85,7 +85,7 @@ class RewardModelConfig(StrictModel):
     model_path: UserPath | None = None
     """Folder or hub id of a sequence-classification model with tokenizer and chat template."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision it computes in."""
+    """Precision of its computation."""
     micro_batch_size_per_gpu: int = Field(8, ge=1)
     """Conversations per forward pass."""
     max_length: int | None = Field(None, ge=1)

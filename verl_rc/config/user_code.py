@@ -115,10 +115,8 @@ def import_attribute(name: str, key: str, noun: str) -> Any:
 
 
 def load_from_file(path: str, name: str, key: str, noun: str, is_usable: Callable[[object], bool]) -> Any:
-    """What ``key.path`` and ``key.name`` of the configuration name: a ``noun`` in a Python file.
-
-    Raises ``ValueError`` when the file cannot be imported, or has none of this name that ``is_usable``.
-    """
+    """The ``noun`` in a Python file that ``key.path`` and ``key.name`` of the configuration name. Raises
+    ``ValueError`` when the file cannot be imported, or has none of this name that ``is_usable``."""
     module = load_user_module(path, f"{key}.path")
     value = getattr(module, name, None)
     if not is_usable(value):

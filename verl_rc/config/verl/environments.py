@@ -55,8 +55,8 @@ def with_environment(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def translate(key: str, value: Any, leaves: Mapping[str, Any]) -> tuple[bool, tuple[str, Any] | None]:
-    """Whether ``key`` belongs to an environment beside all ``leaves``, and what it means: a key and its value
-    here, or None: it says what happens anyway."""
+    """Whether ``key`` belongs to an environment beside all ``leaves``, and its translation: a key and its
+    value here, or None if they say what happens anyway."""
     if key == f"{_AGENT}.num_workers" and leaves.get(f"{_ENVIRONMENT}.name"):
         return True, None if value is None else (f"{_ENVIRONMENT}.hosts", value)
     if key in _FILES and not value:

@@ -57,7 +57,8 @@ def with_verls_defaults(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def translate(key: str, value: Any, leaves: Mapping[str, Any]) -> tuple[bool, Translated]:
-    """Whether this key of verl with this value depends on others, and what it means beside all ``leaves``."""
+    """Whether this key of verl with this value depends on others, and its translation beside all
+    ``leaves``."""
     is_environment_key, translation = environments.translate(key, value, leaves)
     if is_environment_key:
         return True, translation

@@ -26,9 +26,9 @@ from verl_rc.config.verl.refused import RENAMED
 SUFFIX = ".sh"
 _SECONDS = 20
 _SECONDS_OF_BACKGROUND = 2
-"""How long a trainer that a script starts in the background may take to record its arguments."""
+"""Time limit of a trainer that a script starts in the background to record its arguments."""
 _MOST_MESSAGES = 1 << 16
-"""Bytes at the end of what a script says."""
+"""Bytes that are kept of a script's output, from its end."""
 _STARTERS = ("python", "python3", "ray", "torchrun")
 """Programs that recipes start a trainer with; they are replaced by a script that records its arguments."""
 _HARMLESS = (
