@@ -1,10 +1,10 @@
 """One thread owns the sampler (vLLM): it decodes step by step and runs the calls of other threads between two
 steps.
 
-Other threads only touch queues. ``submit`` queues samples and ``take`` returns their responses. ``call``
+Other threads only touch queues. ``submit`` queues requests and ``take`` returns their responses. ``call``
 queues any other action, such as a weight update, and the owning thread runs the calls in order. A call may
-wait until every sample submitted before it has ended; samples submitted after it wait for the call. Or its
-action cuts the running samples, which continue afterwards:
+wait until every request submitted before it has ended; requests submitted after it wait for the call. Or its
+action cuts the running requests, which continue afterwards:
 
     caller     submit(a, b)          call(load, after="all")      submit(c)
     thread       step  step  step (a and b end)      load               step  step (c ends)
@@ -64,8 +64,8 @@ class Sampler(Protocol):
 S = TypeVar("S", bound=Sampler)
 T = TypeVar("T")
 After = Literal["step", "priority", "all"]
-"""A call waits for the end of the current step; for the end of all samples with priority; or until no sample
-may be stepped, because all have ended or the limit of steps is reached."""
+"""A call waits for the end of the current step; for the end of all requests with priority; or until no
+request may be stepped, because all have ended or the limit of steps is reached."""
 
 _MAX_GAP_SECONDS = 0.005
 """A shorter pause between two steps does not end a span of activity."""
@@ -82,11 +82,11 @@ class _Command:
 
 
 class _Level(IntEnum):
-    """Order of waiting samples."""
+    """Order of waiting requests."""
 
     PRIORITY = 0
     RESUMED = 1
-    """Samples without priority that had begun before."""
+    """Requests without priority that had begun before."""
     NEW = 2
 
 
@@ -102,8 +102,8 @@ class StepLoop(Generic[S]):
     ) -> None:
         """Build the sampler, in its thread. Raises what ``build`` raises.
 
-        ``max_concurrent``: largest number of samples without priority that have begun and not ended. None
-        means no limit. ``in_lockstep``: no step is made while a sample waits for an answer, so that the
+        ``max_concurrent``: largest number of requests without priority that have begun and not ended. None
+        means no limit. ``in_lockstep``: no step is made while a request waits for a reply, so that the
         samples of a step do not depend on time.
         """
         self._max_concurrent = max_concurrent
@@ -124,14 +124,14 @@ class StepLoop(Generic[S]):
         self._answered: deque[tuple[OpenRequest, Future[AnsweredSample]]] = deque()
         """Replies that have come, and their requests."""
         self._cancelled: set[int] = set()
-        """Numbers of samples that were cancelled while their submission was queued."""
+        """Numbers of requests that were cancelled while their submission was queued."""
         self._keys = count()
         self._holds: set[str] = set()
         self._steps_left: int | None = None
-        """Steps that samples without priority may still be decoded. None means no limit."""
+        """Steps that requests without priority may still be decoded. None means no limit."""
         self._activity: deque[tuple[float, float]] = deque(maxlen=_MAX_SPANS)
         self._required: set[int] = set()
-        """Numbers of samples without priority that are decoded to their end, whatever the limit."""
+        """Numbers of requests without priority that are decoded to their end, whatever the limit."""
         # A daemon: a step that hangs in vLLM must not keep the process alive.
         self._thread = threading.Thread(target=self._run, args=(build,), name="step loop", daemon=True)
         self._thread.start()
@@ -141,8 +141,8 @@ class StepLoop(Generic[S]):
     # for other threads
 
     def submit(self, requests: Sequence[Request], box: Box) -> None:
-        """Queue requests and return at once. The sample of each goes into ``box`` when it has ended; ``take``
-        returns them."""
+        """Queue requests and return at once. Their responses go into ``box``, from which ``take`` returns
+        them."""
 
         def add(_: S) -> None:
             for request in requests:
@@ -152,7 +152,7 @@ class StepLoop(Generic[S]):
         self.post(add)
 
     def take(self, box: Box, at_least: int = 1, wait_seconds: float | None = None) -> Box:
-        """Empty ``box`` once it holds ``at_least`` samples or ``wait_seconds`` are over (None: no limit).
+        """Empty ``box`` once it holds ``at_least`` responses or ``wait_seconds`` are over (None: no limit).
 
         Returns number and response of each.
         """
@@ -160,16 +160,16 @@ class StepLoop(Generic[S]):
             self._changed.wait_for(lambda: self._failure is not None or len(box) >= at_least, wait_seconds)
             if self._failure is not None:
                 raise self._failure
-            samples = list(box)
+            ended = list(box)
             box.clear()
-            return samples
+            return ended
 
     def call(self, action: Callable[[S], T], after: After = "step", hold: str = "", release: str = "") -> T:
         """Run ``action`` in the owning thread between two steps; returns its result or raises its exception.
 
         Args:
             action: Is called with the sampler.
-            after: What the call waits for. Samples that are submitted later wait for this call.
+            after: What the call waits for. Requests that are submitted later wait for this call.
             hold: Name of a hold that the action begins, even if it fails. No step runs until another call
                 releases it.
             release: Name of a hold that ends if the action succeeds.
@@ -248,14 +248,14 @@ class StepLoop(Generic[S]):
         return spans
 
     def limit(self, steps: int) -> None:
-        """Decode samples without priority in ``steps`` further steps; then only samples that ``require``
+        """Decode requests without priority in ``steps`` further steps; then only requests that ``require``
         names, to their end."""
         self._steps_left = steps
         self._required.clear()
 
     def require(self, numbers: Collection[int]) -> None:
-        """Decode samples without priority to their end, whatever the limit; meanwhile all others are decoded,
-        too."""
+        """Decode requests without priority to their end, whatever the limit; meanwhile all others are
+        decoded, too."""
         unfinished = {opened.request.number for opened in self._without_priority()}
         self._required |= unfinished & set(numbers)
 
@@ -312,12 +312,12 @@ class StepLoop(Generic[S]):
         if not self._commands:
             return False
         after = self._commands[0].after
-        # Under a hold no call waits for samples: it may be the one that releases the hold.
+        # Under a hold no call waits for requests: it may be the one that releases the hold.
         if after == "step" or self._holds:
             return True
         if after == "priority":
             waits = any(opened.request.has_priority for opened in self._unanswered.values())
-            return not (waits or (self._may_step() and self._has_priority_samples()))
+            return not (waits or (self._may_step() and self._has_priority_requests()))
         return not (self._unanswered or self._may_step())
 
     def _may_step(self) -> bool:
@@ -325,10 +325,10 @@ class StepLoop(Generic[S]):
             return False
         if self._in_lockstep and self._unanswered:
             return False
-        return self._has_priority_samples() or self._may_decode()
+        return self._has_priority_requests() or self._may_decode()
 
     def _may_begin(self) -> bool:
-        """Whether the first waiting sample may begin as soon as the batch has room."""
+        """Whether the first waiting request may begin as soon as the batch has room."""
         if not self._waiting:
             return False
         level = self._waiting[0][0]
@@ -336,13 +336,13 @@ class StepLoop(Generic[S]):
             return False
         return level != _Level.NEW or self._max_concurrent is None or self._num_begun() < self._max_concurrent
 
-    def _has_priority_samples(self) -> bool:
-        """Whether a sample with priority runs or waits."""
+    def _has_priority_requests(self) -> bool:
+        """Whether a request with priority runs or waits."""
         waits = bool(self._waiting) and self._waiting[0][0] == _Level.PRIORITY
         return waits or self._num_priority_running > 0
 
     def _may_decode(self) -> bool:
-        """Whether samples without priority may be decoded."""
+        """Whether requests without priority may be decoded."""
         return self._steps_left is None or self._steps_left > 0 or bool(self._required)
 
     def _run_command(self, command: _Command, sampler: S) -> None:
@@ -354,7 +354,7 @@ class StepLoop(Generic[S]):
                 raise
 
     def _begin_waiting(self, sampler: S) -> None:
-        """Begin samples while there is room."""
+        """Begin requests while there is room."""
         while self._may_begin() and len(self._running) < sampler.capacity:
             opened = heapq.heappop(self._waiting)[-1]
             self._running[opened.key] = opened
@@ -365,7 +365,7 @@ class StepLoop(Generic[S]):
                 self._leave_batch(opened, reply)
 
     def _num_begun(self) -> int:
-        """Number of samples without priority that run or wait for an answer; cut samples wait before new
+        """Number of requests without priority that run or wait for a reply; cut requests wait before new
         ones."""
         unanswered = sum(not opened.request.has_priority for opened in self._unanswered.values())
         return len(self._running) - self._num_priority_running + unanswered
