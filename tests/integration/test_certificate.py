@@ -12,7 +12,7 @@ from transformers import AutoConfig, GemmaConfig, GemmaForCausalLM, Qwen3Config,
 
 from verl_rc.runtime.distributed.child_process import ChildProcess
 from verl_rc.runtime.distributed.process_group import leave_trainer_group
-from verl_rc.runtime.exact import ENGINE_ARGUMENTS, cpu_kernels
+from verl_rc.runtime.exact import cpu_kernels
 from verl_rc.runtime.exact.captured_trainer import CapturedTrainer, ComparedOperation
 from verl_rc.runtime.exact.certificate import certify
 from verl_rc.runtime.rollout.vllm.options import VllmOptions
@@ -48,7 +48,7 @@ def trainer_and_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple
     model, file = str(folder / "model"), folder / "engine.pt"
     torch.manual_seed(0)
     Qwen3ForCausalLM(Qwen3Config(**MODEL)).save_pretrained(model)
-    options = VllmOptions(model, DTYPE, 64, {**ARGUMENTS, **ENGINE_ARGUMENTS["cpu"]}, exact=True)
+    options = VllmOptions(model, DTYPE, 64, ARGUMENTS, exact=True)
     environment = engine_environment(num_threads=1, device="cpu", one_node=True)
     engine = ChildProcess(
         "verl_rc.runtime.exact.captured_engine:CapturingEngine", environment, options=options

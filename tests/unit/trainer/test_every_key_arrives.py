@@ -125,11 +125,6 @@ OBJECTS: list[tuple[str, Callable[[RunConfig], Any], Any]] = [
     (f"{R}.dtype=float16", lambda c: engine_options(c, "cuda").dtype, "float16"),
     (EXACT, lambda c: engine_options(c, "cpu").exact, True),
     (
-        EXACT,
-        lambda c: engine_options(c, "cpu").arguments["compilation_config"]["custom_ops"],
-        ["all", "-rotary_embedding"],
-    ),
-    (
         "actor_rollout_ref.model.lora.merge=False actor_rollout_ref.model.lora_rank=3",
         lambda c: engine_options(c, "cpu").adapter_rank,
         3,

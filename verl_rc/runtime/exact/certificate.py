@@ -13,7 +13,7 @@ from verl_rc.config.models import model_source
 from verl_rc.records.tokenize import load_tokenizer
 from verl_rc.runtime.distributed.child_process import ChildProcess, RemoteError
 from verl_rc.runtime.distributed.process_group import trainer_device
-from verl_rc.runtime.exact import ENGINE_ARGUMENTS, capture, fix_summation_order
+from verl_rc.runtime.exact import capture, fix_summation_order
 from verl_rc.runtime.exact.captured_trainer import ComparedOperation
 from verl_rc.runtime.rollout.vllm.options import VllmOptions
 from verl_rc.runtime.workers.environment import engine_environment, trainer_environment
@@ -108,7 +108,6 @@ def certify(model: str, dtype: str, prompts: Path | None = None, exact: bool = T
         "max_num_batched_tokens": 1 << 15,
         "distributed_executor_backend": "uni",
         **({"gpu_memory_utilization": 0.05} if device == "cuda" else {}),  # else nearly all must be free
-        **(ENGINE_ARGUMENTS[device] if exact else {}),
     }
     options = VllmOptions(model_source(model), dtype, max_tokens, arguments, exact=exact)
     if exact:

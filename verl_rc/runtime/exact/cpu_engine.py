@@ -1,6 +1,7 @@
 """The engine's side on a CPU: replacements of vLLM's operations, installed before it builds a model."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -18,7 +19,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from verl_rc.runtime.exact import fix_summation_order
+from verl_rc.runtime.exact import ENGINE_ARGUMENTS, fix_summation_order
 from verl_rc.runtime.exact.cpu_kernels import DEVICE, require_vllm
 from verl_rc.runtime.exact.operations import linear, pad_to_vectors
 
@@ -107,10 +108,11 @@ def _use_trainer_linear(layer: Any, remove_weight: bool) -> None:
 
 
 @cache
-def use_trainer_operations() -> None:
+def use_trainer_operations() -> Mapping[str, Any]:
     """Let every model that vLLM builds in this process from now on compute with the trainer's operations.
 
-    Raises ``InexactError`` unless vLLM has the functions that exact mode calls or replaces.
+    Returns the keyword arguments of ``vllm.LLM`` that this needs. Raises ``InexactError`` unless vLLM has
+    the functions that exact mode calls or replaces.
     """
     require_vllm()
     fix_summation_order(DEVICE)
@@ -121,3 +123,4 @@ def use_trainer_operations() -> None:
     SiluAndMul.register_oot(_VectorSiluAndMul)
     GeluAndMul.register_oot(_VectorGeluAndMul)
     utils.dispatch_cpu_unquantized_gemm = _use_trainer_linear  # imported where it is called
+    return ENGINE_ARGUMENTS[DEVICE]

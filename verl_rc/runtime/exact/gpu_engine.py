@@ -3,7 +3,7 @@
 No GPU has run this. Linear layers, attention and log-softmax are those of vLLM's batch-invariant mode.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,7 @@ from vllm.model_executor.layers.rotary_embedding import (
 )
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
-from verl_rc.runtime.exact import fix_summation_order
+from verl_rc.runtime.exact import ENGINE_ARGUMENTS, fix_summation_order
 from verl_rc.runtime.exact.gpu_kernels import DEVICE, normalise, require_vllm
 
 _ROTARY_EMBEDDINGS = (
@@ -61,10 +61,11 @@ def _get_contiguous_logits(self: LogitsProcessor, *inputs: Any, **options: Any) 
 
 
 @cache
-def use_trainer_operations() -> None:
+def use_trainer_operations() -> Mapping[str, Any]:
     """Let every model that vLLM builds in this process from now on compute with the trainer's operations.
 
-    Raises ``InexactError`` unless vLLM has the functions that exact mode calls or replaces.
+    Returns the keyword arguments of ``vllm.LLM`` that this needs. Raises ``InexactError`` unless vLLM has
+    the functions that exact mode calls or replaces.
     """
     fix_summation_order(DEVICE)
     require_vllm()
@@ -72,3 +73,4 @@ def use_trainer_operations() -> None:
     LogitsProcessor._get_logits = _get_contiguous_logits
     for rotary in _ROTARY_EMBEDDINGS:
         rotary._compute_inv_freq = _computed_on_cpu(rotary._compute_inv_freq)
+    return ENGINE_ARGUMENTS[DEVICE]

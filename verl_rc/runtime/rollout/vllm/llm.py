@@ -13,13 +13,12 @@ def build_llm(options: VllmOptions, **further: Any) -> LLM:
 
     Raises ``InexactError`` when this vLLM does not support exact mode.
     """
-    if options.exact:
-        device_module("engine").use_trainer_operations()
+    exact = device_module("engine").use_trainer_operations() if options.exact else {}
     return LLM(
         model=options.model_path,
         dtype=options.dtype,
         max_model_len=options.max_model_len,
         disable_log_stats=True,
         **further,
-        **options.arguments,
+        **{**options.arguments, **exact},
     )

@@ -5,7 +5,6 @@ from typing import Any, ClassVar, Literal
 
 from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, RolloutConfig
 from verl_rc.config.run import RunConfig
-from verl_rc.runtime.exact import ENGINE_ARGUMENTS
 from verl_rc.runtime.rollout.environment_host import Hosts
 from verl_rc.runtime.rollout.sampling import ConversationOptions
 
@@ -76,9 +75,6 @@ def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -
         arguments["max_logprobs"] = reported
     if rollout.enable_rollout_routing_replay:
         arguments["enable_return_routed_experts"] = True
-    exact = config.actor_rollout_ref.exact
-    if exact:
-        arguments |= ENGINE_ARGUMENTS[device]
     on_update = config.async_training.on_update
     if on_update != "finish":
         # vLLM would label the tokens of a step that it has begun, and not processed, with the next version of
@@ -94,7 +90,7 @@ def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -
         stages_updates=rollout.checkpoint_engine.stage_updates,
         max_concurrent=config.async_training.max_concurrent_rollouts,
         conversation=_conversation_options(config, hosts),
-        exact=exact,
+        exact=config.actor_rollout_ref.exact,
         adapter_rank=config.actor_rollout_ref.model.adapter_rank,
     )
 
