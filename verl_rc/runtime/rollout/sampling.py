@@ -43,7 +43,7 @@ class SamplingOptions:
     records_experts: bool = False
     """Whether the experts of each token are reported with it."""
     head_tokens: int = 0
-    """Most likely tokens that are reported with each sampled one, with their log-probs; 0: none."""
+    """Most likely tokens that are reported with each sampled one, with their log-probs. 0 if none are."""
 
     @classmethod
     def for_training(

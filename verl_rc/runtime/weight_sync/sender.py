@@ -102,9 +102,9 @@ class WeightSender:
         """Plan the updates of ``weights``.
 
         Args:
-            weights: What is sent.
-            rank: Of this trainer rank; rank 0 broadcasts and computes digests.
-            device: Of the weights while they are sent; between updates they may rest in host memory.
+            weights: The weights that are sent.
+            rank: The number of this trainer rank; rank 0 broadcasts and computes digests.
+            device: The device of the weights during an update; between updates they may rest in host memory.
             wire_dtype: The engine's parameter dtype, to which it would round anyway: half the bytes travel.
             bucket_bytes: Largest bucket of more than one tensor.
         """

@@ -94,13 +94,13 @@ class Agent(Environment):
         """Name a ``command`` or a ``function``.
 
         Args:
-            command: Of a process with the variables ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``VERL_RC_ROW``
-                (JSON) and ``VERL_RC_SEED``. Its last line of output is its score: ``{"reward": 1.0}``, with
-                ``metrics`` if there are any.
+            command: Starts a process with the variables ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``,
+                ``VERL_RC_ROW`` (JSON) and ``VERL_RC_SEED``. Its last line of output is its score:
+                ``{"reward": 1.0}``, with ``metrics`` if there are any.
             function: ``module:function`` (``async def``). It is called with an ``AgentTask`` in this event
                 loop and returns its score: a number, or a mapping like that line.
             arguments: Further keyword arguments of the function.
-            address: Of the endpoint; ``node``: the address of this node in its network.
+            address: The address of the endpoint; ``node``: the address of this node in its network.
             limits: See ``EndpointLimits``.
             pass_env: Variables that a ``command`` gets although they may hold secrets; see
                 ``reward.pass_env``.

@@ -22,7 +22,7 @@ def parts_of_output(
     Args:
         output: Tokens of one request, which may be none yet, in spans of one version each.
         versions_held: Versions of the weights that the engine held at the begin and the end of the request.
-        number: Of the sample, for messages.
+        number: The number of the request, for messages.
         columns: Columns of the tokens by name, such as the experts.
 
     Raises:
@@ -87,7 +87,7 @@ def expert_lists(routes: Any, num_unrecorded: int, num_tokens: int, number: int)
             pass has read.
         num_unrecorded: Positions of the context that no earlier column has, at least 1.
         num_tokens: Sampled tokens, at least 1.
-        number: Of the sample, for messages.
+        number: The number of the request, for messages.
 
     Raises ``RuntimeError`` when vLLM returned another number of positions, or more than 256 experts.
     """

@@ -22,7 +22,7 @@ def supports(
     Args:
         token_ids: Sampled tokens of one request.
         top: The most likely tokens, ``limit`` or more of them.
-        number: Of the sample, for messages.
+        number: The number of the request, for messages.
         limit: Size of the largest support that is recorded, at most the vocabulary.
         vocabulary_size: Number of tokens.
 
