@@ -111,6 +111,7 @@ class FolderClaim:
         self.folder = folder.expanduser().resolve()
         with _LOCK:
             held = _HELD.get(self.folder)
+            is_new = held is None
             if held is None:
                 held = _HELD[self.folder] = _Held(self.folder, key)
             else:
@@ -118,6 +119,10 @@ class FolderClaim:
             if part in held.parts:
                 raise FolderTakenError(_taken(self.folder, held.found(), key))
             held.parts.add(part)
+        if is_new:
+            # Without the lock: a thread that begins may collect garbage, and with it a claim, whose release
+            # waits for the lock.
+            held.renewal.start()
         self._held = held
         self._release = weakref.finalize(self, _release, held, part, os.getpid())
 
@@ -157,7 +162,7 @@ class _Held:
                 f"({error.strerror or error}). Pass another one."
             ) from error
         self._ended = threading.Event()
-        threading.Thread(target=self._renew, name=f"owner of {folder}", daemon=True).start()
+        self.renewal = threading.Thread(target=self._renew, name=f"owner of {folder}", daemon=True)
 
     def found(self) -> _Found:
         return _read(self.path) or _Found(self._content, 0.0)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -353,3 +354,20 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.output_dir must be a folder .*Not a directory"):
         FolderClaim(tmp_path / "file" / "run", "run", "trainer.output_dir")
     assert living_owner(tmp_path / "none") is None
+
+
+def test_a_thread_that_begins_may_release_another_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As garbage collection in it does."""
+    other, start, released = FolderClaim(tmp_path / "other", "run"), threading.Thread.start, threading.Event()
+
+    def collecting(thread: threading.Thread) -> None:
+        first = threading.Thread(target=lambda: (other.release(), released.set()), daemon=True)
+        start(first)
+        first.join(timeout=10)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", collecting)
+    with FolderClaim(tmp_path / "one", "run"):
+        assert released.is_set()
