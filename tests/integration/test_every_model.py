@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES
 from real_runs import metrics_of, train
 from small_runs import SHARE_OF_DIGITS, make_task, run_overrides
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -20,19 +21,28 @@ SIZES = {
     "max_position_embeddings": 512,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {},
+    "llama": {},
+    "qwen3_moe": EXPERTS,
+    **{f"{family} with windows": further for family, further in FAMILIES.items()},
+}
+"""Kinds, with what their configuration has beside the sizes."""
 ROUNDING = 1e-3
 """In nats: both sides compute in float32."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_model_trains(kind: str, tied: bool, tmp_path: Path) -> None:
     task = make_task(tmp_path)
     given: dict[str, Any] = json.loads((task["model"] / "config.json").read_text())
     same = {name: given[name] for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
-    experts = EXPERTS if kind.endswith("moe") else {}
-    config = AutoConfig.for_model(kind, **SIZES, **same, **experts, tie_word_embeddings=tied)
+    config = AutoConfig.for_model(
+        kind.split()[0], **{**SIZES, **same, **KINDS[kind]}, tie_word_embeddings=tied
+    )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(task["model"])
     folder = tmp_path / "run"

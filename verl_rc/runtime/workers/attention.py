@@ -46,9 +46,9 @@ class Branches:
         own_steps = steps[: int(own.max())]
         queries = (own_ends[rows, None] - own + own_steps).where(own_steps < own, 0)
         keys = self.keys[(ends[rows, None] - lengths + steps).where(steps < lengths, 0)]
-        # Padded queries see a key, too: without any, a softmax is NaN.
-        sees = steps <= (lengths - own + own_steps)[..., None]
-        return BranchGrid(queries, keys, sees[:, None], (own_steps < own).flatten().nonzero()[:, 0])
+        return BranchGrid(
+            queries, keys, lengths - own + own_steps, (own_steps < own).flatten().nonzero()[:, 0]
+        )
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class BranchGrid:
     """int64 ``[S, Q]``: places among the own tokens of all branches; 0 on padding."""
     keys: Tensor
     """int64 ``[S, K]``: packed positions."""
-    sees: Tensor
-    """bool ``[S, 1, Q, K]``: the keys that a query attends to."""
+    positions: Tensor
+    """int64 ``[S, Q]``: positions of the queries in their sequences; keys begin at 0."""
     real: Tensor
     """int64: places of the queries that are not padding, in the flat ``[S * Q]``."""
 
@@ -123,53 +123,55 @@ def packed_sdpa(  # noqa: PLR0913  (the parameters that transformers passes)
     of them. Without a layout it is plain causal attention over rows that are padded on the right, where no
     real token sees padding. The parameters are those of transformers' ``AttentionInterface``.
 
-    Raises ``ValueError`` when ``sliding_window``, ``softcap`` or sinks (``s_aux``) would change the result:
-    they are not built.
+    ``sliding_window`` counts the query itself. Raises ``ValueError`` when ``softcap`` or sinks (``s_aux``)
+    would change the result: they are not built.
     """
-    longest = query.shape[2] if packed_layout is None else packed_layout.longest
-    if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < longest):
+    if softcap is not None or s_aux is not None:
         raise ValueError(
-            f"{type(module).__name__} wants attention with sliding_window={sliding_window}, "
-            f"softcap={softcap} or sinks for sequences of {longest} tokens, which is not built. Train "
-            "another model, or shorter sequences."
+            f"{type(module).__name__} wants attention with softcap={softcap} or sinks, which is not built. "
+            "Train another model."
         )
+    longest = query.shape[2] if packed_layout is None else packed_layout.longest
+    window = None if sliding_window is None or sliding_window >= longest else sliding_window
+    how = Weighting(scaling, dropout, window)
     if packed_layout is None:
-        # With one query position is_causal would mask all keys but the first.
-        causal = attention_mask is None and query.shape[2] > 1
-        output = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout,
-            is_causal=causal,
-            scale=scaling,
-            enable_gqa=key.shape[1] != query.shape[1],
-        )
-        return output.transpose(1, 2).contiguous(), None
+        return _over_grid(query, key, value, how, mask=attention_mask).transpose(1, 2).contiguous(), None
     ranks = packed_layout.ranks
     count = packed_layout.position_ids.numel()
     if ranks is not None:
         query, key, value = (part[:, :, :count] for part in ranks.heads_of_all_tokens(query, key, value))
-    attended = _attend(query, key, value, packed_layout, scaling, dropout)
+    attended = _attend(query, key, value, packed_layout, how)
     return attended if ranks is None else ranks.tokens_of_all_heads(attended), None
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, dropout: float
-) -> Tensor:
+@dataclass(frozen=True)
+class Weighting:
+    """How a layer weights values."""
+
+    scaling: float | None
+    """Scores are multiplied by it. None means 1 / sqrt(head_dim)."""
+    dropout: float
+    window: int | None
+    """Tokens that a query sees, itself and those before it. None means all."""
+
+    def sees(self, positions: Tensor, num_keys: int) -> Tensor:
+        """bool ``[…, Q, K]``: which of ``num_keys`` a query at ``positions`` (int64 ``[…, Q]``) attends
+        to."""
+        places, keys = positions[..., None], torch.arange(num_keys, device=positions.device)
+        sees = keys <= places
+        return sees if self.window is None else sees & (keys > places - self.window)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, how: Weighting) -> Tensor:
     """Attention ``[1, N, heads, head_dim]`` of whole sequences, and of branches behind them."""
-    is_flash, end, branches = (
-        runs_flash_kernels(query) and not dropout,
-        len(layout.grid_index),
-        layout.branches,
-    )
-    whole = query[:, :, :end], key[:, :, :end], value[:, :, :end], layout, scaling
-    attended = _in_one_kernel(*whole) if is_flash else _on_grid(*whole, dropout)
+    in_one_kernel = runs_flash_kernels(query) and not how.dropout
+    end, branches = len(layout.grid_index), layout.branches
+    attend = _in_one_kernel if in_one_kernel else _on_grid
+    attended = attend(query[:, :, :end], key[:, :, :end], value[:, :, :end], layout, how)
     if branches is None:
         return attended
-    parts = query[:, :, end:], key, value, branches, scaling
-    own = _branches_in_one_kernel(*parts) if is_flash else _branches_on_grids(*parts, dropout)
+    attend_branches = _branches_in_one_kernel if in_one_kernel else _branches_on_grids
+    own = attend_branches(query[:, :, end:], key, value, branches, how)
     return torch.cat([attended, own], dim=1)
 
 
@@ -181,31 +183,39 @@ def runs_flash_kernels(query: Tensor) -> bool:
     return head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
-def _in_one_kernel(
-    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None
-) -> Tensor:
+def _in_one_kernel(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, how: Weighting) -> Tensor:
     """Attention ``[1, N, heads, head_dim]`` by one kernel, without padding."""
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
-    # The window of a token: every token to its left, none to its right.
+    ends, longest = layout.boundaries, layout.max_length
+    return _by_kernel(query, key, value, (ends, ends), (longest, longest), how)
+
+
+def _by_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    how: Weighting,
+) -> Tensor:
+    """Attention ``[1, tokens, heads, head_dim]`` of packed sequences; ``ends`` and ``longest`` are those of
+    queries and keys. The last query of each sequence lies at its last key."""
     attended = varlen_attn(
         query,
         key,
         value,
-        layout.boundaries,
-        layout.boundaries,
-        layout.max_length,
-        layout.max_length,
-        scale=scaling,
-        window_size=(-1, 0),
+        *ends,
+        *longest,
+        scale=how.scaling,
+        # Tokens that a query sees to its left, without itself, and to its right.
+        window_size=(-1 if how.window is None else how.window - 1, 0),
         enable_gqa=key.shape[1] != query.shape[1],
     )
     assert isinstance(attended, Tensor)  # it is a pair only with return_aux
     return attended[None]
 
 
-def _on_grid(
-    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, dropout: float
-) -> Tensor:
+def _on_grid(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, how: Weighting) -> Tensor:
     """Attention ``[1, N, heads, head_dim]`` over sequences padded to the longest."""
     rows, width, index = layout.num_sequences, layout.max_length, layout.grid_index
 
@@ -217,46 +227,54 @@ def _on_grid(
         grid = packed.new_zeros(rows * width, heads, head_dim).index_copy(0, index, packed[0].transpose(0, 1))
         return grid.view(rows, width, heads, head_dim).transpose(1, 2)
 
-    grouped = key.shape[1] != query.shape[1]
-    output = F.scaled_dot_product_attention(
-        to_grid(query),
-        to_grid(key),
-        to_grid(value),
-        dropout_p=dropout,
-        is_causal=True,
-        scale=scaling,
-        enable_gqa=grouped,
-    )
+    output = _over_grid(to_grid(query), to_grid(key), to_grid(value), how)
     flat = output.transpose(1, 2).reshape(rows * width, output.shape[1], output.shape[3])
     return flat.index_select(0, index)[None]
 
 
+def _over_grid(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    how: Weighting,
+    positions: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Attention ``[S, heads, Q, head_dim]`` over keys and values ``[S, key heads, K, head_dim]``.
+
+    ``positions`` are those of the queries, int64 ``[S, Q]``. None means that they end where the keys do.
+    ``mask`` is that of the caller, in place of causal attention.
+    """
+    # With one query position is_causal would mask all keys but the first.
+    is_causal = mask is None and positions is None and how.window is None and query.shape[2] == key.shape[2]
+    if not is_causal and mask is None:
+        ends = torch.arange(key.shape[2] - query.shape[2], key.shape[2], device=query.device)
+        mask = how.sees(ends[None] if positions is None else positions, key.shape[2])[:, None]
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        mask,
+        how.dropout,
+        is_causal=is_causal,
+        scale=how.scaling,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+
+
 def _branches_in_one_kernel(
-    query: Tensor, key: Tensor, value: Tensor, branches: Branches, scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, branches: Branches, how: Weighting
 ) -> Tensor:
     """Attention ``[1, own tokens, heads, head_dim]`` of branches over gathered keys and values."""
     keys, values = (part[0].transpose(0, 1).index_select(0, branches.keys) for part in (key, value))
-    own, whole = (
+    own_ends, ends = (
         F.pad(lengths.cumsum(0), (1, 0)).int() for lengths in (branches.own_lengths, branches.lengths)
     )
-    # The last query lies at the last key.
-    attended = varlen_attn(
-        query[0].transpose(0, 1),
-        keys,
-        values,
-        own,
-        whole,
-        *branches.longest,
-        scale=scaling,
-        window_size=(-1, 0),
-        enable_gqa=key.shape[1] != query.shape[1],
-    )
-    assert isinstance(attended, Tensor)
-    return attended[None]
+    return _by_kernel(query[0].transpose(0, 1), keys, values, (own_ends, ends), branches.longest, how)
 
 
 def _branches_on_grids(
-    query: Tensor, key: Tensor, value: Tensor, branches: Branches, scaling: float | None, dropout: float
+    query: Tensor, key: Tensor, value: Tensor, branches: Branches, how: Weighting
 ) -> Tensor:
     """Attention ``[1, own tokens, heads, head_dim]`` of branches, in grids of those of similar length."""
     attended = query.new_zeros(query.shape[2], query.shape[1], query.shape[3])
@@ -266,15 +284,8 @@ def _branches_on_grids(
         return values.view(*index.shape, *values.shape[1:]).transpose(1, 2)
 
     for grid in branches.grids:
-        output = F.scaled_dot_product_attention(
-            at(query, grid.queries),
-            at(key, grid.keys),
-            at(value, grid.keys),
-            grid.sees,
-            dropout,
-            scale=scaling,
-            enable_gqa=key.shape[1] != query.shape[1],
-        )
+        parts = at(query, grid.queries), at(key, grid.keys), at(value, grid.keys)
+        output = _over_grid(*parts, how, grid.positions)
         own = output.transpose(1, 2).flatten(0, 1).index_select(0, grid.real)
         attended = attended.index_copy(0, grid.queries.flatten()[grid.real], own)
     return attended[None]
@@ -283,34 +294,45 @@ def _branches_on_grids(
 AttentionInterface.register(PACKED_ATTENTION, packed_sdpa)
 
 
+def window_of(config: Any, longest: int) -> int | None:
+    """The tokens that layers of a model with this ``config.json`` look back, the query itself included. None
+    if none of them has a window that is shorter than ``longest`` tokens."""
+    text = config.get_text_config()
+    window: int | None = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"]
+    return window if window is not None and "sliding_attention" in kinds and window < longest else None
+
+
 def attention_problem(config: Any, longest: int) -> str | None:
     """The reason why a model with this ``config.json`` cannot be trained on sequences of ``longest`` tokens,
     or None.
 
-    Its attention must be full and causal: no window that is shorter, no soft cap, no sinks, no other kind of
-    layer.
+    Its attention must be causal, full or, in the families of ``_WITH_WINDOWS``, within a window: no soft cap,
+    no sinks, no other kind of layer.
     """
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    window = getattr(text, "sliding_window", None)
-    slides = "sliding_attention" in kinds or not hasattr(text, "layer_types")
     unsupported = sorted(kinds - {"full_attention", "sliding_attention"})
     if text.model_type in _WITH_SINKS:
         return "its attention has sinks, which are not built"
-    if getattr(text, "attn_logit_softcapping", None) is not None:
-        return (
-            f"its attention is soft-capped (attn_logit_softcapping={text.attn_logit_softcapping:g}), which "
-            "is not built"
-        )
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(text, cap, None) is not None:
+            return f"its logits are soft-capped ({cap}={getattr(text, cap):g}), which is not built"
     if unsupported:
         return f"it has layers of kind {', '.join(unsupported)}, which are not built"
-    if window is not None and slides and window < longest:
+    if text.model_type in ("qwen2", "qwen3") and len(kinds) > 1:
+        return "it is a Qwen with windows in some layers alone (max_window_layers), which vLLM does not serve"
+    window = window_of(config, longest)
+    if window is not None and text.model_type not in _WITH_WINDOWS:
         return (
-            f"its attention looks back sliding_window={window} tokens, which is not built, and sequences "
-            f"have up to {longest}: lower data.max_prompt_length + data.max_response_length to {window}"
+            f"its attention looks back sliding_window={window} tokens, which is proven for "
+            f"{', '.join(_WITH_WINDOWS)} alone, and sequences have up to {longest}: lower "
+            f"data.max_prompt_length + data.max_response_length to {window}"
         )
     return None
 
 
 _WITH_SINKS = {"gpt_oss"}
 """Values of ``model_type``."""
+_WITH_WINDOWS = ("mistral", "qwen2", "qwen3", "olmo3", "gemma3_text")
+"""Values of ``model_type`` whose windows count the query, and whose engine was compared with the trainer."""

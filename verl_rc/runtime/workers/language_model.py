@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers import (
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 from transformers.distributed import DistributedConfig
 
 from verl_rc.config.models import model_source, torch_name
@@ -16,7 +22,7 @@ from verl_rc.config.run import FSDP_SECTIONS, RunConfig
 from verl_rc.runtime.distributed.fsdp import cut_parameters
 from verl_rc.runtime.distributed.process_group import DeviceMesh
 from verl_rc.runtime.exact.trainer import exact_scores, use_engine_operations
-from verl_rc.runtime.workers.attention import PACKED_ATTENTION, attention_problem
+from verl_rc.runtime.workers.attention import PACKED_ATTENTION, attention_problem, window_of
 from verl_rc.runtime.workers.experts import experts_problem
 from verl_rc.runtime.workers.scoring_head import add_scoring
 
@@ -140,6 +146,20 @@ def unsupported_model(config: RunConfig, path: str, trust_remote_code: bool) -> 
         attention_problem(source, config.longest_sequence),
         experts_problem(config, path, source),
     ]
+    window = window_of(source, config.longest_sequence)
+    if policy.exact and path == policy.model.path and window is not None:
+        problems.append(
+            f"exact mode is not built for attention that looks back sliding_window={window} tokens: drop "
+            f"actor_rollout_ref.exact, or lower data.max_prompt_length + data.max_response_length to {window}"
+        )
+    if config.needs_critic and path == trained["critic"]:
+        known = trust_remote_code or type(source) in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+        problems.append(
+            None
+            if known
+            else f"transformers has no model of type {source.model_type} that gives each token a "
+            "value: choose another critic.model.path, or an estimator without a critic"
+        )
     for role, size in config.sequence_parallel_sizes.items():
         if (
             trained[role] == path

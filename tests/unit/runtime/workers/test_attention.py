@@ -3,6 +3,7 @@
 import inspect
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,12 +18,19 @@ from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.gpt_oss import GptOssConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.mistral import MistralConfig
+from transformers.models.olmo3 import Olmo3Config
 from transformers.models.phi3 import Phi3Config
 from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_next import Qwen3NextConfig
 
 from verl_rc.runtime.workers import attention
-from verl_rc.runtime.workers.attention import Branches, PackedLayout, attention_problem, packed_sdpa
+from verl_rc.runtime.workers.attention import (
+    Branches,
+    PackedLayout,
+    Weighting,
+    attention_problem,
+    packed_sdpa,
+)
 
 SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 0}
 
@@ -32,16 +40,18 @@ SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4096, "
     [
         (Qwen2Config(), 32_768, None),
         (Qwen2Config(sliding_window=4096), 32_768, None),  # switched off
-        (Qwen2Config(**SLIDING), 4097, "sliding_window=4096 .* lower .* to 4096"),
-        (Qwen2Config(**SLIDING), 4096, None),
+        (Qwen2Config(**SLIDING), 4097, None),
+        (Qwen2Config(**{**SLIDING, "max_window_layers": 3}), 64, "Qwen with windows in some layers"),
         (Qwen3Config(), 32_768, None),
         (LlamaConfig(), 32_768, None),
-        (MistralConfig(sliding_window=4096), 8192, "sliding_window=4096"),
-        (MistralConfig(sliding_window=4096), 4096, None),
+        (MistralConfig(sliding_window=4096), 8192, None),
         (MistralConfig(sliding_window=None), 8192, None),
-        (Phi3Config(sliding_window=2047), 4096, "sliding_window=2047"),
-        (Gemma2Config(), 1024, "soft-capped"),
-        (Gemma3TextConfig(sliding_window=512), 1024, "sliding_window=512"),
+        (Phi3Config(sliding_window=2047), 4096, "sliding_window=2047 .* lower .* to 2047"),
+        (Phi3Config(sliding_window=2047), 2047, None),
+        (Gemma2Config(), 1024, "attn_logit_softcapping=50"),
+        (Gemma2Config(attn_logit_softcapping=None), 1024, "final_logit_softcapping=30"),
+        (Gemma3TextConfig(sliding_window=512), 1024, None),
+        (Olmo3Config(), 8192, None),
         (GptOssConfig(), 64, "sinks"),
         (Qwen3NextConfig(), 64, "linear_attention"),
     ],
@@ -63,8 +73,7 @@ def test_attention_that_is_not_built_is_refused_by_name(
     ("given", "refused"),
     [
         ({}, False),
-        ({"sliding_window": 3}, False),
-        ({"sliding_window": 2}, True),
+        ({"sliding_window": 2}, False),
         ({"softcap": 50.0}, True),
         ({"s_aux": torch.zeros(1)}, True),
     ],
@@ -133,12 +142,13 @@ def attention_by_loop(query: Tensor, key: Tensor, value: Tensor, seen: list[list
     return torch.stack(rows)
 
 
-def kernel_by_loop(*given: Any, **options: Any) -> Tensor:
+def kernel_by_loop(window: int | None, *given: Any, **options: Any) -> Tensor:
     """What torch says that its kernel computes, in plain steps; arguments are those of its real signature."""
     call = inspect.signature(varlen_attn).bind(*given, **options)
     call.apply_defaults()
     one, rows = call.arguments, []
-    assert (one["cu_seq_q"].dtype, one["window_size"], one["enable_gqa"]) == (torch.int32, (-1, 0), True)
+    left = -1 if window is None else window - 1
+    assert (one["cu_seq_q"].dtype, one["window_size"], one["enable_gqa"]) == (torch.int32, (left, 0), True)
     queries, keys = (one[f"cu_seq_{name}"].tolist() for name in "qk")
     for name, ends in (("q", queries), ("k", keys)):
         assert one[f"max_{name}"] == max(end - begin for begin, end in pairwise(ends))
@@ -149,27 +159,32 @@ def kernel_by_loop(*given: Any, **options: Any) -> Tensor:
         )
         key, value = (part.repeat_interleave(HEADS // KEY_HEADS, dim=0) for part in (key, value))
         # The last query lies at the last key.
-        later = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).triu(
-            1 + key.shape[1] - query.shape[1]
+        behind = torch.arange(key.shape[1] - query.shape[1], key.shape[1])[:, None] - torch.arange(
+            key.shape[1]
         )
-        scores = (one["scale"] * query @ key.transpose(1, 2)).masked_fill(later, -torch.inf)
+        hidden = (behind < 0) | (behind > left) if left >= 0 else behind < 0
+        scores = (one["scale"] * query @ key.transpose(1, 2)).masked_fill(hidden, -torch.inf)
         rows.append((scores.softmax(dim=-1) @ value).transpose(0, 1))
     return torch.cat(rows)
 
 
+@pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("with_branches", [False, True])
 @pytest.mark.parametrize("in_one_kernel", [False, True])
 def test_attention_stays_within_each_sequence(
-    in_one_kernel: bool, with_branches: bool, monkeypatch: pytest.MonkeyPatch
+    in_one_kernel: bool, with_branches: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By both ways, with gradients; the kernel itself runs on GPUs alone."""
     monkeypatch.setattr(attention, "runs_flash_kernels", lambda _: in_one_kernel)
-    monkeypatch.setattr(attention, "varlen_attn", kernel_by_loop)
+    monkeypatch.setattr(attention, "varlen_attn", partial(kernel_by_loop, window))
     (layout, seen), found = layout_of(with_branches), []
+    if window is not None:
+        seen = [keys[-window:] for keys in seen]
     for way in ("packed", "loop"):
         parts = packed_parts(torch.float64, len(seen))
         if way == "packed":
-            output = packed_sdpa(torch.nn.Identity(), *parts, None, SCALING, packed_layout=layout)[0][0]
+            given = {"packed_layout": layout, "sliding_window": window}
+            output = packed_sdpa(torch.nn.Identity(), *parts, None, SCALING, **given)[0][0]
         else:
             output = attention_by_loop(*parts, seen)
         output.square().sum().backward()
@@ -200,3 +215,19 @@ def test_the_kernel_takes_what_it_is_given(with_branches: bool, monkeypatch: pyt
 )
 def test_without_a_gpu_the_grid_is_used(head_dim: int, dtype: torch.dtype) -> None:
     assert not attention.runs_flash_kernels(torch.empty(1, 1, 1, head_dim, dtype=dtype))
+
+
+def test_a_window_counts_the_query() -> None:
+    """Of four tokens with a window of two."""
+    sees = Weighting(None, 0.0, window=2).sees(torch.arange(4), 4)
+    assert sees.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+
+
+def test_padded_rows_have_windows_too() -> None:
+    query = torch.randn(2, HEADS, 5, HEAD_DIM, dtype=torch.float64)
+    key, value = torch.randn(2, 2, KEY_HEADS, 5, HEAD_DIM, dtype=torch.float64)
+    found = packed_sdpa(torch.nn.Identity(), query, key, value, None, SCALING, sliding_window=2)[0]
+    for row in range(2):
+        seen = [[0], [0, 1], [1, 2], [2, 3], [3, 4]]
+        expected = attention_by_loop(query[row : row + 1], key[row : row + 1], value[row : row + 1], seen)
+        torch.testing.assert_close(found[row], expected)

@@ -1,0 +1,61 @@
+"""Families of models: a real engine and the trainer compute the same, before and after updates of each kind
+of weight."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES, model_of, move
+from small_engines import start_small_engine
+from small_models import log_probs
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from verl_rc.records.parts import token_ids
+from verl_rc.runtime.distributed.child_process import ChildProcess
+from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.runtime.weight_sync.sender import every_name
+
+ROUNDING = 5e-5
+"""In nats: both sides compute in float32."""
+PROMPTS = [[3 + (7 * row + 5 * place) % 250 for place in range(4 + 5 * row)] for row in range(8)]
+"""Of 4 to 39 tokens, so that some are shorter than a window and others much longer."""
+
+
+def gap(engine: ChildProcess, model: PreTrainedModel) -> float:
+    """Largest |log-ratio| of tokens that the engine samples."""
+    requests = [GenerationRequest(prompt, seed=row) for row, prompt in enumerate(PROMPTS)]
+    sampling = SamplingOptions(1.0, 1.0, -1, max_tokens=16, stop_token_ids=(), ignore_eos=True)
+    differences: list[Tensor] = []
+    for prompt, sample in zip(PROMPTS, engine.call("generate", requests, sampling), strict=True):
+        expected = log_probs(model, prompt, token_ids(sample.parts))
+        differences.append(torch.cat([part.log_probs for part in sample.parts]) - expected)
+    return float(torch.cat(differences).abs().max())
+
+
+def kinds(model: PreTrainedModel) -> dict[str, list[str]]:
+    """The parameters of each kind, whatever their layer."""
+    found: dict[str, list[str]] = {"all": []}
+    for name, _ in model.named_parameters():
+        stem = name.removesuffix(".weight").removesuffix(".bias").rsplit(".", maxsplit=1)[-1]
+        for kind in ("all", stem):
+            found.setdefault(kind, []).append(name)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_kind_of_weight_reaches_the_engine(family: str, tied: bool, tmp_path: Path) -> None:
+    model = model_of(family, tied)
+    model.save_pretrained(tmp_path)
+    engine = start_small_engine(tmp_path, {}, served="loaded_engine:LoadedEngine")
+    try:
+        assert gap(engine, model) < ROUNDING
+        for version, (kind, names) in enumerate(kinds(model).items(), 1):
+            move(model, 0.1, names)
+            assert gap(engine, model) > 100 * ROUNDING, kind
+            engine.call("load", dict(every_name(model)), version, "float32")
+            assert gap(engine, model) < ROUNDING, kind
+    finally:
+        engine.end()

@@ -1,0 +1,97 @@
+"""Families whose layers look back within a window: packed rows are what transformers computes row by row."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES, WINDOW, model_of
+from small_models import small_run_config
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from verl_rc.records.batches import TokenBatch
+from verl_rc.runtime.workers.language_model import load_causal_lm, unsupported_model
+from verl_rc.runtime.workers.packing import PackedSequences, PrefixSharing
+
+LENGTHS = [(3, 37), (20, 13), (1, 1), (20, 8), (20, 25)]
+"""Tokens of prompts and responses; the three prompts of 20 are the same."""
+
+
+def tokens() -> TokenBatch:
+    generator = torch.Generator().manual_seed(4)
+    prompts = torch.randint(3, 250, (len(LENGTHS), 20), generator=generator)
+    prompts[3], prompts[4] = prompts[1], prompts[1]
+    return TokenBatch(
+        prompts=prompts,
+        prompt_lengths=torch.tensor([prompt for prompt, _ in LENGTHS]),
+        responses=torch.randint(3, 250, (len(LENGTHS), 37), generator=generator),
+        response_lengths=torch.tensor([response for _, response in LENGTHS]),
+        batch_size=[len(LENGTHS)],
+    )
+
+
+def row_by_row(model: nn.Module) -> Tensor:
+    """Logits of all response tokens."""
+    batch, logits = tokens(), []
+    for row, (prompt, response) in enumerate(LENGTHS):
+        ids = torch.cat([batch.prompts[row, 20 - prompt :], batch.responses[row, :response]])
+        whole = model(ids[None], use_cache=False).logits[0]  # type: ignore[operator]
+        logits.append(whole[prompt - 1 : prompt - 1 + response])
+    return torch.cat(logits)
+
+
+def packed(model: nn.Module, remove_padding: bool, shares: bool) -> Tensor:
+    rows = PackedSequences.from_tokens(tokens())
+    if shares:
+        rows = rows.sharing_prefixes(PrefixSharing())
+    inputs, predictors = rows.model_inputs(remove_padding, None)
+    return model(**inputs).logits.flatten(0, 1)[predictors.positions]  # type: ignore[no-any-return]
+
+
+def gradients(model: nn.Module, logits: Tensor) -> dict[str, Tensor]:
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
+    (logits.log_softmax(-1) * weights).sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("remove_padding", "shares"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_are_those_of_transformers(
+    family: str, remove_padding: bool, shares: bool, tmp_path: Path
+) -> None:
+    model_of(family).save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    model = load_causal_lm(str(tmp_path), torch.float32)
+    expected, found = row_by_row(plain), packed(model, remove_padding, shares)
+    torch.testing.assert_close(found.log_softmax(-1), expected.log_softmax(-1), rtol=1e-5, atol=2e-5)
+    of_plain, of_packed = gradients(plain, expected), gradients(model, found)
+    furthest = max(float((of_packed[name] - value).norm() / value.norm()) for name, value in of_plain.items())
+    assert furthest < 1e-4
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("window", [WINDOW - 1, WINDOW + 1, 96])
+def test_another_window_is_seen(window: int, shares: bool, tmp_path: Path) -> None:
+    expected = row_by_row(model_of("mistral")).log_softmax(-1)
+    model_of("mistral", sliding_window=window).save_pretrained(tmp_path)
+    found = packed(load_causal_lm(str(tmp_path), torch.float32), True, shares).log_softmax(-1)
+    assert (found - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "said"),
+    [
+        ("mistral", [], None),
+        ("mistral", ["critic.enable=True"], None),
+        ("mistral", ["actor_rollout_ref.exact=True"], "exact mode is not built .* sliding_window=8 .* to 8"),
+        ("olmo3", ["critic.enable=True"], "no model of type olmo3 that gives each token a value"),
+        ("gemma3_text", ["critic.enable=True"], "choose another critic.model.path"),
+        ("gemma3_text", [], None),
+    ],
+)
+def test_what_is_refused(family: str, overrides: list[str], said: str | None, tmp_path: Path) -> None:
+    model_of(family).config.save_pretrained(tmp_path)
+    config = small_run_config(tmp_path, *overrides)
+    problem = unsupported_model(config, str(tmp_path), trust_remote_code=False)
+    assert problem is None if said is None else re.search(said, problem or "")
