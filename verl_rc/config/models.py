@@ -191,7 +191,8 @@ class ActorConfig(RatioOptions):
     use_dynamic_bsz: bool = False
     """Fill micro-batches by tokens instead of rows."""
     ppo_max_token_len_per_gpu: int = Field(16384, ge=1)
-    """Tokens (prompt and response) of one micro-batch on one rank, with ``use_dynamic_bsz``."""
+    """Tokens (prompt and response) of one micro-batch on one rank, with ``use_dynamic_bsz``. What rows share
+    counts once."""
     ppo_epochs: int = Field(1, ge=1)
     """Passes over the batch in each step."""
     shuffle: bool = False

@@ -6,7 +6,8 @@ It needs two idle cores and the quickstart's model and data (bash scripts/quicks
 trainer.total_training_steps=1), or ``--model`` and ``--data``. The two take turns, each in fresh processes,
 once for each seed; steps are pooled, and medians are printed. Size "quickstart" is its model after SFT (1.2 M
 parameters); "10m" is an untrained model of so many parameters, whose responses end at random and have up to
-192 tokens.
+192 tokens. Longer prompts: --prompt_tokens 256 with the data of scripts/prepare_data/digits.py --length
+240.
 
 verl 0.9.1 is made for accelerators and runs on a CPU with a few edits (``EDITS``). This script installs it
 into ``--env``, an environment that borrows the packages of the one that runs the script, and edits that copy;
@@ -17,8 +18,8 @@ at 2 in decoupled mode.
 
 TRL lives in an environment of its own (torch's CPU build, without torchvision and torchaudio):
     python -m venv ~/.trl && ~/.trl/bin/pip install torch==2.13.0 trl==1.16.0 transformers==5.19.0
-Both train with GRPO: 32 prompts x 2 samples, one optimizer step over all rows, in fp32 without gradient
-checkpointing, or with ``--defaults`` as each of them does when nothing is said. TRL generates with
+Both train with GRPO: 64 rows, --samples (2) of each prompt, one optimizer step over all of them, in fp32
+without gradient checkpointing, or with ``--defaults`` as each of them does when nothing is said. TRL generates with
 transformers and computes no old log-probs; verl_rc's step has old log-probs, sequence weights and the weight
 sync, too.
 """
@@ -50,7 +51,7 @@ BESIDE_VERL = [
 WARM_UP_STEPS = 2
 SAMPLE_SECONDS = 0.5
 """Between two looks at the memory of a run."""
-PROMPTS, TRL_SAMPLES, TRL_RATE = 32, 2, 1e-5
+PROMPTS, TRL_ROWS, TRL_RATE = 32, 64, 1e-5
 SAME_LENGTH = 0.1
 """Relative difference of the mean lengths up to which two runs are comparable."""
 SIZES: Mapping[str, Sequence[str]] = {
@@ -192,7 +193,7 @@ def most_tokens(options: argparse.Namespace) -> int:
 
 
 IN_COMMON = """
-algorithm.adv_estimator=grpo algorithm.rollout_correction.rollout_is_threshold=2.0 data.max_prompt_length=20
+algorithm.adv_estimator=grpo algorithm.rollout_correction.rollout_is_threshold=2.0
 actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096
 actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.optim.betas=[0.9,0.99]
 actor_rollout_ref.actor.optim.weight_decay=0.0 actor_rollout_ref.rollout.tensor_model_parallel_size=1
@@ -204,16 +205,18 @@ trainer.save_freq=-1 trainer.resume_mode=disable
 def overrides(options: argparse.Namespace, seed: int) -> list[str]:
     """What verl and verl_rc are told in the same words, and verl_rc beside TRL."""
     beside_verl = options.other == "verl"
-    samples = (2 if options.size == "10m" else 8) if beside_verl else TRL_SAMPLES
+    samples = (2 if options.size == "10m" else 8) if beside_verl else options.samples
+    prompts = PROMPTS if beside_verl else TRL_ROWS // samples
     return [
         *IN_COMMON.split(),
+        f"data.max_prompt_length={options.prompt_tokens}",
         f"algorithm.rollout_correction.rollout_is={'token' if beside_verl else 'sequence'}",
         *(f"data.{split}_files={options.data / split}.parquet" for split in ("train", "val")),
-        f"data.train_batch_size={PROMPTS}",
+        f"data.train_batch_size={prompts}",
         f"data.max_response_length={most_tokens(options)}",
         f"data.seed={seed}",
         f"actor_rollout_ref.model.path={options.model}",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2 if beside_verl else PROMPTS}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2 if beside_verl else prompts}",
         f"actor_rollout_ref.actor.optim.lr={'5e-5' if beside_verl else TRL_RATE}",
         f"actor_rollout_ref.rollout.n={samples}",
         f"reward.custom_reward_function.path={Path(__file__).resolve()}",
@@ -272,6 +275,7 @@ def run_verl_rc(folder: Path, options: argparse.Namespace, seed: int) -> StepTim
         "verl_rc.main_ppo",
         *overrides(options, seed),
         *precisions,
+        *options.own,
         f"actor_rollout_ref.rollout.kv_cache_megabytes={64 if options.other == 'verl' else 256}",
         "trainer.device=cpu",
         "trainer.logger=['console']",
@@ -288,7 +292,8 @@ def run_trl(folder: Path, options: argparse.Namespace, seed: int) -> StepTiming:
     command = [str(options.env / "bin" / "python"), str(Path(__file__).resolve()), "trl"]
     command += ["--trl_part", str(folder), "--steps", str(options.steps), "--model", str(options.model)]
     command += ["--data", str(options.data), "--size", options.size, "--seeds", str(seed)]
-    measured = run_process([*command, *(["--defaults"] if options.defaults else [])], folder, {})
+    command += ["--samples", str(options.samples), *(["--defaults"] if options.defaults else [])]
+    measured = run_process(command, folder, {})
     measured.steps = json.loads((folder / "trl.json").read_text())
     return measured
 
@@ -315,9 +320,9 @@ def train_with_trl(options: argparse.Namespace) -> None:
     config = GRPOConfig(
         output_dir=str(options.trl_part / "trl"),
         max_steps=options.steps,
-        per_device_train_batch_size=PROMPTS * TRL_SAMPLES,
+        per_device_train_batch_size=TRL_ROWS,
         gradient_accumulation_steps=1,
-        num_generations=TRL_SAMPLES,
+        num_generations=options.samples,
         max_completion_length=most_tokens(options),
         temperature=1.0,
         learning_rate=TRL_RATE,
@@ -448,6 +453,9 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="quickstart")
     parser.add_argument("--model", type=Path, default=quickstart / "sft_model", help="of --size=quickstart")
     parser.add_argument("--data", type=Path, default=quickstart / "data", help="train.parquet, val.parquet")
+    parser.add_argument("--prompt_tokens", type=int, default=20, help="of the longest prompt")
+    parser.add_argument("--samples", type=int, default=2, help="of a prompt, beside trl")
+    parser.add_argument("--own", nargs="*", default=[], help="further overrides of verl_rc alone")
     parser.add_argument("--steps", type=int, default=12, help=f"{WARM_UP_STEPS} of them for warm-up")
     parser.add_argument("--test_freq", type=int, default=-1, help="steps between two validations; -1: none")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
