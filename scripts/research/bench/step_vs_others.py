@@ -19,9 +19,9 @@ at 2 in decoupled mode.
 TRL lives in an environment of its own (torch's CPU build, without torchvision and torchaudio):
     python -m venv ~/.trl && ~/.trl/bin/pip install torch==2.13.0 trl==1.16.0 transformers==5.19.0
 Both train with GRPO: 64 rows, --samples (2) of each prompt, one optimizer step over all of them, in fp32
-without gradient checkpointing, or with ``--defaults`` as each of them does when nothing is said. TRL generates with
-transformers and computes no old log-probs; verl_rc's step has old log-probs, sequence weights and the weight
-sync, too.
+without gradient checkpointing, or with ``--defaults`` as each of them does when nothing is said. TRL
+generates with transformers and computes no old log-probs; verl_rc's step has old log-probs, sequence weights
+and the weight sync, too.
 """
 
 import argparse
