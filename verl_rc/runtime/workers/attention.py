@@ -11,6 +11,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from verl_rc.runtime.distributed.sequence_parallel import SequenceParallel
+from verl_rc.runtime.workers.sinks import GridKernel, PackedKernel, attend_with_sinks
 
 PACKED_ATTENTION = "verl_rc_packed_sdpa"
 
@@ -123,20 +124,20 @@ def packed_sdpa(  # noqa: PLR0913  (the parameters that transformers passes)
     of them. Without a layout it is plain causal attention over rows that are padded on the right, where no
     real token sees padding. The parameters are those of transformers' ``AttentionInterface``.
 
-    ``sliding_window`` counts the query itself. Raises ``ValueError`` when ``softcap`` or sinks (``s_aux``)
-    would change the result: they are not built.
+    ``sliding_window`` counts the query itself; ``s_aux`` are sinks, ``[heads]``. Raises ``ValueError`` for
+    ``softcap``, and for sinks with dropout or with ranks that share heads: they are not built.
     """
-    if softcap is not None or s_aux is not None:
+    ranks = None if packed_layout is None else packed_layout.ranks
+    if softcap is not None or (s_aux is not None and (dropout or ranks is not None)):
         raise ValueError(
-            f"{type(module).__name__} wants attention with softcap={softcap} or sinks, which is not built. "
-            "Train another model."
+            f"{type(module).__name__} wants attention with softcap={softcap}, or sinks with "
+            f"dropout={dropout} or sequence parallelism, which is not built. Train another model."
         )
     longest = query.shape[2] if packed_layout is None else packed_layout.longest
     window = None if sliding_window is None or sliding_window >= longest else sliding_window
-    how = Weighting(scaling, dropout, window)
+    how = Weighting(scaling, dropout, window, s_aux)
     if packed_layout is None:
         return _over_grid(query, key, value, how, mask=attention_mask).transpose(1, 2).contiguous(), None
-    ranks = packed_layout.ranks
     count = packed_layout.position_ids.numel()
     if ranks is not None:
         query, key, value = (part[:, :, :count] for part in ranks.heads_of_all_tokens(query, key, value))
@@ -153,6 +154,8 @@ class Weighting:
     dropout: float
     window: int | None
     """Tokens that a query sees, itself and those before it. None means all."""
+    sinks: Tensor | None = None
+    """``[heads]``: a further logit of each head's softmax, without a value. None means none."""
 
     def sees(self, positions: Tensor, num_keys: int) -> Tensor:
         """bool ``[…, Q, K]``: which of ``num_keys`` a query at ``positions`` (int64 ``[…, Q]``) attends
@@ -200,16 +203,13 @@ def _by_kernel(
 ) -> Tensor:
     """Attention ``[1, tokens, heads, head_dim]`` of packed sequences; ``ends`` and ``longest`` are those of
     queries and keys. The last query of each sequence lies at its last key."""
+    # Tokens that a query sees to its left, without itself, and to its right.
+    window, grouped = (-1 if how.window is None else how.window - 1, 0), key.shape[1] != query.shape[1]
+    if how.sinks is not None:
+        kernel = PackedKernel(ends, longest, how.scaling, window, grouped)
+        return attend_with_sinks(query, key, value, how.sinks, kernel)[None]
     attended = varlen_attn(
-        query,
-        key,
-        value,
-        *ends,
-        *longest,
-        scale=how.scaling,
-        # Tokens that a query sees to its left, without itself, and to its right.
-        window_size=(-1 if how.window is None else how.window - 1, 0),
-        enable_gqa=key.shape[1] != query.shape[1],
+        query, key, value, *ends, *longest, scale=how.scaling, window_size=window, enable_gqa=grouped
     )
     assert isinstance(attended, Tensor)  # it is a pair only with return_aux
     return attended[None]
@@ -246,10 +246,21 @@ def _over_grid(
     ``mask`` is that of the caller, in place of causal attention.
     """
     # With one query position is_causal would mask all keys but the first.
-    is_causal = mask is None and positions is None and how.window is None and query.shape[2] == key.shape[2]
+    is_plain = positions is None and how.window is None and how.sinks is None
+    is_causal = is_plain and mask is None and query.shape[2] == key.shape[2]
     if not is_causal and mask is None:
         ends = torch.arange(key.shape[2] - query.shape[2], key.shape[2], device=query.device)
         mask = how.sees(ends[None] if positions is None else positions, key.shape[2])[:, None]
+    if how.sinks is not None:
+        if query.device.type != "cpu":
+            raise ValueError(
+                f"attention with sinks needs packed rows in bfloat16 or float16 on a GPU, got {query.dtype}."
+            )
+        assert mask is not None
+        scaling = query.shape[-1] ** -0.5 if how.scaling is None else how.scaling
+        # The kernel wants as many heads of keys as of queries.
+        key, value = (part.repeat_interleave(query.shape[1] // key.shape[1], 1) for part in (key, value))
+        return attend_with_sinks(query, key, value, how.sinks, GridKernel(mask, scaling))
     return F.scaled_dot_product_attention(
         query,
         key,

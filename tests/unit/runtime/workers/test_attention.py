@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -31,6 +32,7 @@ from verl_rc.runtime.workers.attention import (
     attention_problem,
     packed_sdpa,
 )
+from verl_rc.runtime.workers.sinks import PackedKernel
 
 SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 0}
 
@@ -75,7 +77,8 @@ def test_attention_that_is_not_built_is_refused_by_name(
         ({}, False),
         ({"sliding_window": 2}, False),
         ({"softcap": 50.0}, True),
-        ({"s_aux": torch.zeros(1)}, True),
+        ({"s_aux": torch.zeros(1)}, False),
+        ({"s_aux": torch.zeros(1), "dropout": 0.1}, True),
     ],
 )
 @pytest.mark.parametrize("packed", [True, False])
@@ -129,15 +132,19 @@ def packed_parts(dtype: torch.dtype, tokens: int) -> list[Tensor]:
     ]
 
 
-def attention_by_loop(query: Tensor, key: Tensor, value: Tensor, seen: list[list[int]]) -> Tensor:
-    """``[N, heads, head_dim]``: every token looks at those that it sees."""
+def attention_by_loop(
+    query: Tensor, key: Tensor, value: Tensor, seen: list[list[int]], sinks: Tensor | None = None
+) -> Tensor:
+    """``[N, heads, head_dim]``: every token looks at those that it sees, and at its head's sink."""
     rows = []
     for token, keys in enumerate(seen):
         of_heads = []
         for head in range(HEADS):
             shared = head // (HEADS // KEY_HEADS)
-            weights = (SCALING * key[0, shared, keys] @ query[0, head, token]).softmax(dim=0)
-            of_heads.append(weights @ value[0, shared, keys])
+            logits = SCALING * key[0, shared, keys] @ query[0, head, token]
+            if sinks is not None:
+                logits = torch.cat([logits, sinks[head : head + 1]])
+            of_heads.append(logits.softmax(dim=0)[: len(keys)] @ value[0, shared, keys])
         rows.append(torch.stack(of_heads))
     return torch.stack(rows)
 
@@ -168,33 +175,84 @@ def kernel_by_loop(window: int | None, *given: Any, **options: Any) -> Tensor:
     return torch.cat(rows)
 
 
+class SinksByLoop(PackedKernel):
+    """What PyTorch's kernel and its backward compute, in plain steps."""
+
+    def weights(self, query: Tensor, key: Tensor, value: Tensor, lse: Tensor | None) -> Iterator[list[Any]]:
+        """The places, probabilities and keys of each sequence; by ``lse`` or by their own sum."""
+        for of_queries, of_keys in zip(*(pairwise(ends.tolist()) for ends in self.ends), strict=True):
+            rows, columns = slice(*of_queries), slice(*of_keys)
+            keys, values = (part[columns].repeat_interleave(HEADS // KEY_HEADS, 1) for part in (key, value))
+            scores = SCALING * torch.einsum("qhd,khd->qhk", query[rows], keys)
+            behind = torch.arange(len(keys) - len(scores), len(keys))[:, None] - torch.arange(len(keys))
+            left = self.window[0]
+            hidden = (behind < 0) | (behind > left) if left >= 0 else behind < 0
+            scores = scores.masked_fill(hidden[:, None], -torch.inf)
+            sums = scores.logsumexp(-1) if lse is None else lse[rows]
+            yield [rows, columns, keys, values, (scores - sums[..., None]).exp(), sums]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        found = list(self.weights(query, key, value, None))
+        outputs = [torch.einsum("qhk,khd->qhd", one[4], one[3]) for one in found]
+        return torch.cat(outputs), torch.cat([one[5] for one in found])
+
+    def gradients(
+        self, gradient: Tensor, parts: tuple[Tensor, Tensor, Tensor], output: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        found = [torch.zeros_like(part) for part in parts]
+        for rows, columns, keys, _, shares, _ in self.weights(*parts, lse):
+            values = parts[2][columns].repeat_interleave(HEADS // KEY_HEADS, 1)
+            of_shares = torch.einsum("qhd,khd->qhk", gradient[rows], values)
+            row_sums = (gradient[rows] * output[rows]).sum(-1, keepdim=True)
+            of_scores = SCALING * shares * (of_shares - row_sums)
+            of_parts = (
+                (rows, torch.einsum("qhk,khd->qhd", of_scores, keys)),
+                (columns, torch.einsum("qhk,qhd->khd", of_scores, parts[0][rows])),
+                (columns, torch.einsum("qhk,qhd->khd", shares, gradient[rows])),
+            )
+            for whole, (places, part) in zip(found, of_parts, strict=True):
+                heads = whole.shape[1]
+                whole[places] += part.unflatten(1, (heads, HEADS // heads)).sum(2)
+        return found[0], found[1], found[2]
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("with_branches", [False, True])
 @pytest.mark.parametrize("in_one_kernel", [False, True])
 def test_attention_stays_within_each_sequence(
-    in_one_kernel: bool, with_branches: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+    in_one_kernel: bool,
+    with_branches: bool,
+    window: int | None,
+    with_sinks: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By both ways, with gradients; the kernel itself runs on GPUs alone."""
     monkeypatch.setattr(attention, "runs_flash_kernels", lambda _: in_one_kernel)
     monkeypatch.setattr(attention, "varlen_attn", partial(kernel_by_loop, window))
+    monkeypatch.setattr(attention, "PackedKernel", SinksByLoop)
     (layout, seen), found = layout_of(with_branches), []
     if window is not None:
         seen = [keys[-window:] for keys in seen]
     for way in ("packed", "loop"):
         parts = packed_parts(torch.float64, len(seen))
+        sinks = torch.linspace(-1.0, 2.0, HEADS, dtype=torch.float64).requires_grad_() if with_sinks else None
         if way == "packed":
-            given = {"packed_layout": layout, "sliding_window": window}
+            given = {"packed_layout": layout, "sliding_window": window, "s_aux": sinks}
             output = packed_sdpa(torch.nn.Identity(), *parts, None, SCALING, **given)[0][0]
         else:
-            output = attention_by_loop(*parts, seen)
+            output = attention_by_loop(*parts, seen, sinks)
         output.square().sum().backward()
-        found.append([output.detach(), *(part.grad for part in parts)])
+        found.append([output.detach(), *(part.grad for part in (*parts, sinks) if part is not None)])
     for packed, expected in zip(*found, strict=True):
         torch.testing.assert_close(packed, expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("with_branches", [False, True])
-def test_the_kernel_takes_what_it_is_given(with_branches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_takes_what_it_is_given(
+    with_branches: bool, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """E2: torch's own shapes and gradients of the kernel, without its numbers."""
     monkeypatch.setattr(attention, "runs_flash_kernels", lambda _: True)
     layout, seen = layout_of(with_branches)
@@ -204,7 +262,8 @@ def test_the_kernel_takes_what_it_is_given(with_branches: bool, monkeypatch: pyt
             torch.empty(part.shape, dtype=torch.bfloat16, requires_grad=True)
             for part in packed_parts(torch.bfloat16, len(seen))
         ]
-        output, _ = packed_sdpa(torch.nn.Identity(), *parts, None, packed_layout=layout)
+        given = {"sliding_window": 2, "s_aux": torch.empty(HEADS, requires_grad=True) if with_sinks else None}
+        output, _ = packed_sdpa(torch.nn.Identity(), *parts, None, packed_layout=layout, **given)
         assert (output.shape, output.dtype) == ((1, len(seen), HEADS, HEAD_DIM), torch.bfloat16)
         output.sum().backward()
         assert [part.grad is not None and part.grad.shape == part.shape for part in parts] == [True] * 3
