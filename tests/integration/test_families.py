@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES, model_of, move
+from families import FAMILIES, FULL, model_of, move
 from small_engines import start_small_engine
 from small_models import log_probs
 from torch import Tensor
@@ -51,11 +51,43 @@ def test_every_kind_of_weight_reaches_the_engine(family: str, tied: bool, tmp_pa
     model.save_pretrained(tmp_path)
     engine = start_small_engine(tmp_path, {}, served="loaded_engine:LoadedEngine")
     try:
+        engine.call("load", dict(every_name(model)), 1, "float32")
         assert gap(engine, model) < ROUNDING
-        for version, (kind, names) in enumerate(kinds(model).items(), 1):
+        for version, (kind, names) in enumerate(kinds(model).items(), 2):
             move(model, 0.1, names)
             assert gap(engine, model) > 100 * ROUNDING, kind
             engine.call("load", dict(every_name(model)), version, "float32")
             assert gap(engine, model) < ROUNDING, kind
     finally:
         engine.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FULL)
+def test_all_that_is_sent_is_used_and_all_that_is_there_is_filled(
+    family: str, tied: bool, tmp_path: Path
+) -> None:
+    """vLLM's class of Cohere computes logits with the embedding, whatever the configuration says."""
+    model = model_of(family, tied)
+    model.save_pretrained(tmp_path)
+    engine = start_small_engine(tmp_path, {}, served="loaded_engine:LoadedEngine")
+    try:
+        [receipt] = engine.call("load", dict(every_name(model)), 1, "float32")
+    finally:
+        engine.end()
+    assert receipt.not_loaded == []
+    assert receipt.unread == (["lm_head.weight"] if family == "cohere" and not tied else [])
+
+
+def test_an_update_that_vllm_drops_and_reports_as_loaded_is_seen(tmp_path: Path) -> None:
+    """Without the patch of the loader: vLLM copies gpt-oss' experts and sinks into tensors without memory."""
+    model = model_of("gpt_oss")
+    model.save_pretrained(tmp_path)
+    engine = start_small_engine(tmp_path, {}, served="loaded_engine:DroppingEngine")
+    try:
+        [receipt] = engine.call("load", dict(every_name(model)), 1, "float32")
+    finally:
+        engine.end()
+    kinds_of_weights = {name.rpartition(".")[-1] for name in receipt.not_loaded}
+    assert kinds_of_weights == {"sinks", "w13_weight", "w2_weight", "w13_bias", "w2_bias"}

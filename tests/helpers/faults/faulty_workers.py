@@ -88,7 +88,7 @@ class FaultyEngine(VllmEngine):
             # weights stay.
             transfer.model.load_weights = lambda tensors: {name for name, _ in tensors}
             try:
-                transfer.digests, transfer.loaded = {}, set(transfer.expected)
+                transfer.digests, transfer._record = {}, None
                 transfer._layers = {}  # as if the weights were in loadable form, which would drop them
                 transfer.update_weights({"source": (manifest, bucket_bytes)})
             finally:

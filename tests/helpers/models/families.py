@@ -27,13 +27,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0},
     "olmo3": _ONE_OF_EACH,
     "gemma3_text": {**_ONE_OF_EACH, "query_pre_attn_scalar": 32},
+    "gpt_oss": {**_ONE_OF_EACH, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
 }
 """Values of ``model_type``, with what their configuration has beside the sizes."""
+FULL: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "phi3": {},
+    "olmo2": {},
+    "granite": {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
+    "smollm3": {},
+    "glm4": {},
+    "cohere": {},
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+}
+"""The same of families with full attention alone."""
 
 
 def model_of(family: str, tied: bool = False, **further: Any) -> PreTrainedModel:
     """In float32, with biases, norms and gates that are not at their trivial first values."""
-    sizes = {**_SIZES, **FAMILIES[family], "tie_word_embeddings": tied, **further}
+    sizes = {**_SIZES, **(FAMILIES | FULL)[family], "tie_word_embeddings": tied, **further}
     torch.manual_seed(1)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
     move(model, 0.2, [name for name, parameter in model.named_parameters() if parameter.ndim == 1])

@@ -1,7 +1,7 @@
 """Proof that the engines hold the trainer's weights: receipts of updates, log-prob gaps of sampled tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -27,6 +27,8 @@ class LoadReceipt:
     """Digest of every received tensor, by name."""
     not_loaded: list[str]
     """Parameters of the worker's model that no tensor filled."""
+    unread: list[str] = field(default_factory=list)
+    """Received tensors that the worker's model does not use."""
 
 
 def check_receipts(
@@ -64,6 +66,11 @@ def check_receipts(
                 raise SyncProofError(
                     f"{source}: every parameter of the engine's model must be filled; untouched: "
                     f"{listed(receipt.not_loaded)}."
+                )
+            if receipt.unread:
+                raise SyncProofError(
+                    f"{source}: the engine's model must use every tensor of the trainer's, but ignores "
+                    f"{listed(receipt.unread)}: they compute different numbers. Train another model."
                 )
 
 

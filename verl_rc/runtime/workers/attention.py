@@ -13,7 +13,8 @@ from transformers import AttentionInterface
 from verl_rc.runtime.distributed.sequence_parallel import SequenceParallel
 from verl_rc.runtime.workers.sinks import GridKernel, PackedKernel, attend_with_sinks
 
-PACKED_ATTENTION = "verl_rc_packed_sdpa"
+PACKED_ATTENTION = "verl_rc_packed"
+"""Without "sdpa" in it, which transformers would look up in what a model supports."""
 
 
 @dataclass(frozen=True)
@@ -319,13 +320,11 @@ def attention_problem(config: Any, longest: int) -> str | None:
     or None.
 
     Its attention must be causal, full or, in the families of ``_WITH_WINDOWS``, within a window: no soft cap,
-    no sinks, no other kind of layer.
+    no other kind of layer.
     """
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     unsupported = sorted(kinds - {"full_attention", "sliding_attention"})
-    if text.model_type in _WITH_SINKS:
-        return "its attention has sinks, which are not built"
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(text, cap, None) is not None:
             return f"its logits are soft-capped ({cap}={getattr(text, cap):g}), which is not built"
@@ -343,7 +342,5 @@ def attention_problem(config: Any, longest: int) -> str | None:
     return None
 
 
-_WITH_SINKS = {"gpt_oss"}
-"""Values of ``model_type``."""
-_WITH_WINDOWS = ("mistral", "qwen2", "qwen3", "olmo3", "gemma3_text")
+_WITH_WINDOWS = ("mistral", "qwen2", "qwen3", "olmo3", "gemma3_text", "gpt_oss")
 """Values of ``model_type`` whose windows count the query, and whose engine was compared with the trainer."""

@@ -160,12 +160,21 @@ def unsupported_model(config: RunConfig, path: str, trust_remote_code: bool) -> 
             else f"transformers has no model of type {source.model_type} that gives each token a "
             "value: choose another critic.model.path, or an estimator without a critic"
         )
+    if quantised := getattr(source, "quantization_config", None):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        problems.append(
+            f"its weights are stored quantised ({method}), which cannot be trained: write them in bfloat16 "
+            "first, of gpt-oss with transformers' Mxfp4Config(dequantize=True) and save_pretrained"
+        )
     for role, size in config.sequence_parallel_sizes.items():
-        if (
-            trained[role] == path
-            and size > 1
-            and (heads := source.get_text_config().num_attention_heads) % size
-        ):
+        if trained[role] != path or size == 1:
+            continue
+        if source.get_text_config().model_type == "gpt_oss":
+            problems.append(
+                "its attention has sinks, which ranks that share heads do not divide: pass "
+                f"{FSDP_SECTIONS[role]}.ulysses_sequence_parallel_size=1"
+            )
+        if (heads := source.get_text_config().num_attention_heads) % size:
             largest = max(
                 count for count in range(1, size) if heads % count == 0 and config.num_ranks % count == 0
             )

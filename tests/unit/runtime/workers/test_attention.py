@@ -54,7 +54,7 @@ SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4096, "
         (Gemma2Config(attn_logit_softcapping=None), 1024, "final_logit_softcapping=30"),
         (Gemma3TextConfig(sliding_window=512), 1024, None),
         (Olmo3Config(), 8192, None),
-        (GptOssConfig(), 64, "sinks"),
+        (GptOssConfig(), 256, None),
         (Qwen3NextConfig(), 64, "linear_attention"),
     ],
     ids=lambda value: type(value).__name__ if hasattr(value, "model_type") else str(value),

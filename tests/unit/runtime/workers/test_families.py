@@ -88,6 +88,16 @@ def test_another_window_is_seen(window: int, shares: bool, tmp_path: Path) -> No
         ("olmo3", ["critic.enable=True"], "no model of type olmo3 that gives each token a value"),
         ("gemma3_text", ["critic.enable=True"], "choose another critic.model.path"),
         ("gemma3_text", [], None),
+        ("gpt_oss", [], None),
+        ("gpt_oss", ["actor_rollout_ref.exact=True"], "exact mode does not cover"),
+        (
+            "gpt_oss",
+            [
+                "trainer.n_gpus_per_node=2",
+                "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2",
+            ],
+            "has sinks, .* pass actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1",
+        ),
     ],
 )
 def test_what_is_refused(family: str, overrides: list[str], said: str | None, tmp_path: Path) -> None:
@@ -95,3 +105,13 @@ def test_what_is_refused(family: str, overrides: list[str], said: str | None, tm
     config = small_run_config(tmp_path, *overrides)
     problem = unsupported_model(config, str(tmp_path), trust_remote_code=False)
     assert problem is None if said is None else re.search(said, problem or "")
+
+
+def test_weights_that_are_stored_quantised_are_refused(tmp_path: Path) -> None:
+    """As those of the published gpt-oss are."""
+    config = model_of("gpt_oss").config
+    config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    config.save_pretrained(tmp_path)
+    problem = unsupported_model(small_run_config(tmp_path), str(tmp_path), trust_remote_code=False)
+    assert problem is not None
+    assert "stored quantised (mxfp4)" in problem

@@ -45,7 +45,7 @@ class EngineWorkerExtension:
     def weight_sync_receipt(self) -> LoadReceipt:
         """The receipt of the last update."""
         engine = self.weight_transfer_engine
-        return LoadReceipt(engine.digests, sorted(engine.expected - engine.loaded))
+        return LoadReceipt(engine.digests, engine.not_loaded, engine.unread)
 
     def weight_sync_device(self) -> str:
         """Key of this worker's device, as of trainer ranks."""

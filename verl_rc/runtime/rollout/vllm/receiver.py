@@ -21,6 +21,7 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 from verl_rc.runtime.rollout.vllm.adapters import attach_layers, detach_adapter_layers
 from verl_rc.runtime.rollout.vllm.float32_head import forget_float32_heads
+from verl_rc.runtime.rollout.vllm.load_record import LoadRecord, by_loaders
 from verl_rc.runtime.weight_sync.manifest import Manifest, TensorSpec, is_adapter, tensor_digest
 from verl_rc.runtime.weight_sync.shared_bucket import BucketHandle, copy_bucket
 from verl_rc.runtime.weight_sync.transfer_group import (
@@ -71,11 +72,25 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
         self._layers: dict[str, nn.Module] | None = None
         """Layers with adapters that are detached while the model is in loadable form. None if it is not."""
         self.digests: dict[str, int] = {}
-        self.loaded: set[str] = set()
-        self.expected: set[str] = set()
-        """Parameters that the update must fill."""
+        self._record: LoadRecord | None = None
+        """What the update has loaded. None if it has brought no weights of the model."""
         self.adapter: dict[str, Tensor] = {}
         """The factors that the update brought, by name."""
+
+    @property
+    def not_loaded(self) -> list[str]:
+        """Parameters that the update must fill, and that no loader has written."""
+        return [] if self._record is None else sorted(self._record.missing())
+
+    @property
+    def unread(self) -> list[str]:
+        """Tensors of the update that the engine's model has no use for, unless it has another one with the
+        same numbers, such as a tied head."""
+        if self._record is None:
+            return []
+        names = self._record.unread
+        read = {digest for name, digest in self.digests.items() if name not in names}
+        return sorted(name for name in names if self.digests[name] not in read)
 
     def init_transfer_engine(self, init_info: ReceiverAddress) -> None:
         """Join the transfer group; lent buckets need none."""
@@ -91,7 +106,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
         """
         if self._updating:
             self.finish_weight_update()
-        self.digests, self.loaded, self.expected, self.adapter = {}, set(), set(), {}
+        self.digests, self.adapter, self._record = {}, {}, None
         self._updating = True
         if not self._holds_weights:
             self._make_loadable()
@@ -101,9 +116,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
         forget_float32_heads()
         self._layers = detach_adapter_layers(self.model)
         initialize_layerwise_reload(self.model)
-        # A model in loadable form lacks the parameters that online quantisation derives from weights. It has
-        # the scales of an fp8 KV cache, which only some checkpoints fill.
-        self.expected = {name for name, _ in self.model.named_parameters() if not name.endswith("_scale")}
+        self._record = LoadRecord(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive one request."""
@@ -148,7 +161,9 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
             self._make_loadable()
         # vLLM's layerwise reload collects the tensors of all calls, and processes a layer (prepacking,
         # quantisation) when its last tensor has come.
-        self.loaded |= set(self.model.load_weights(iter(weights)) or ())
+        assert self._record is not None
+        self.model.load_weights(by_loaders(self.model, weights))
+        self._record.end_bucket(dict(weights))
 
     def finish_weight_update(self) -> None:
         """Quantise or prepack the layers that are complete."""
@@ -162,7 +177,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
         finally:
             attach_layers(self.model, layers)
         takes_adapters = self.vllm_config.lora_config is not None
-        self._holds_weights = takes_adapters and not self.expected - self.loaded
+        self._holds_weights = takes_adapters and not self.not_loaded
 
     def shutdown(self) -> None:
         """Leave the transfer group."""
