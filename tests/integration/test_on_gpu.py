@@ -126,9 +126,9 @@ def test_packed_attention_without_padding(with_branches: bool, monkeypatch: pyte
     Two branches begin with 150 tokens of the first sequence and all 77 of the third."""
     layout, found, tokens = PackedLayout.from_lengths(torch.tensor([200, 1, 77, 130], device="cuda")), [], 408
     if with_branches:
-        own, lengths, tokens = torch.tensor([60, 25]).cuda(), torch.tensor([210, 102]).cuda(), 408 + 85
+        tokens = 408 + 85
         places = [torch.arange(150), torch.arange(408, 468), torch.arange(201, 278), torch.arange(468, 493)]
-        branches = Branches(own, lengths, torch.cat(places).cuda())
+        branches = Branches.from_lengths([60, 25], [210, 102], torch.cat(places), torch.device("cuda"))
         positions = torch.cat([layout.position_ids, torch.arange(85, device="cuda")])
         layout = replace(layout, position_ids=positions, branches=branches)
     for in_one_kernel in (True, False):

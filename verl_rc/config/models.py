@@ -34,9 +34,9 @@ class ModelConfig(StrictModel):
     """Hugging Face model folder or hub id."""
     use_remove_padding: bool = True
     """Pack the real tokens of a micro-batch instead of padding every row to the longest."""
-    share_prefixes: Literal["auto"] | bool = "auto"
+    share_prefixes: Literal["auto", True, False] = "auto"
     """Compute tokens that rows of a micro-batch have in common from the first one on once, such as the prompt
-    of a group. auto: where rows are packed."""
+    of a group; in the actor not beside replayed experts. auto: where rows are packed."""
     enable_gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass: less memory, a third more time. Null: true on GPUs, false
     on a CPU."""

@@ -152,9 +152,9 @@ class RolloutCorrectionConfig(PresetConstructors):
     nonfinite_stop_fraction: float = Field(0.01, ge=0, le=1, allow_inf_nan=False)
     """Share of response tokens without a finite log-prob above which the run stops."""
     scale_lr_by_ess: Literal["sqrt", "linear"] | None = None
-    """Multiply the actor's learning rate in a step by the effective sample size of the step's weights, as a
-    share of the samples (linear), or by its square root (sqrt, for AdamW); null: no. VCPO, arXiv:2602.17616.
-    """
+    """Multiply the actor's learning rate in a step by the effective sample size of the weights before
+    rejection, as a share of the tokens or rows (linear), or by its square root (sqrt, for AdamW); null: no.
+    VCPO, arXiv:2602.17616."""
     score_centering: ScoreCenteringConfig = ScoreCenteringConfig()
     """Score centering, beside weights and rejection or alone."""
     diagnostics: Literal["core", "full"] = "full"

@@ -466,7 +466,7 @@ def _batch(config: RunConfig, plan: Plan) -> Iterator[str]:
     yield f"  a row has at most {lengths} tokens"
     for role, update in (("actor", sizes.actor), ("critic", sizes.critic)):
         if update is not None:
-            yield from _wrapped("  ", f"{role}: {_update_in_words(update, LongestRows.of(config))}")
+            yield from _wrapped("  ", f"{role}: {_update_in_words(update, LongestRows.of(config, role))}")
             if update.ranks_per_copy < update.ranks:
                 yield from _wrapped(
                     "  ",
@@ -505,12 +505,8 @@ def _update_in_words(update: UpdateArithmetic, longest: LongestRows) -> str:
         )
     fewest = update.rows_per_micro_batch(longest)
     at_least = f" ({fewest} of the longest rows)" if update.max_tokens is not None else ""
-    if longest.siblings > 1:
-        at_least += (
-            f", which compute a prompt once for its {longest.siblings} rows"
-            if fewest >= longest.siblings
-            else f"; the {longest.siblings} rows of a prompt do not fit into one, and each computes it again"
-        )
+    if longest.siblings > 1 and fewest > 1:
+        at_least += "; rows of one prompt compute it once in each micro-batch"
     return (
         f"{update.mini_batches_per_epoch} mini-batch(es) of {update.mini_batch_prompts} prompts = "
         f"{update.mini_batch_rows} rows, x {update.epochs} epoch(s) = {update.optimizer_steps} optimizer "

@@ -235,21 +235,20 @@ def _update_bytes(
     """Peak bytes of an update: activations at the start of a backward pass and a block of logits, or the last
     unit's gradient, which is reduced when gathered weights are freed."""
     is_actor, model = learner.role == "actor", config.actor_rollout_ref.model
-    longest, width = LongestRows.of(config), _bytes(fsdp.dtype)
-    tokens = _micro_batch_tokens(update, longest)
+    longest, width = LongestRows.of(config, learner.role), _bytes(fsdp.dtype)
+    tokens, rows = _micro_batch(update, longest)
     numbers = tokens * shape.width
     activations = numbers * _ACTIVATION_BYTES * width // 2 * shape.layers
     is_recomputed = recomputes_activations(model if is_actor else config.critic.model, gpu_bytes is not None)
     if is_recomputed:
         recomputed = round(numbers * shape.recomputed_bytes * width / 2)
         activations = numbers * width * shape.layers + recomputed
-    if longest.siblings > 1:  # each row gathers the keys and values of its prompt
-        rows = tokens * longest.siblings // longest.tokens(longest.siblings)
-        gathered = rows * (longest.prompt + longest.response) * shape.key_width * width
+    if longest.siblings > 1 and rows > 1:  # each row gathers the keys and values of its prompt
+        gathered = round(rows * (longest.prompt + longest.response) * shape.key_width * width)
         activations += gathered * (1 if is_recomputed else shape.layers)
     if is_actor:
         logit_bytes = _bytes(model.head_dtype or fsdp.dtype)
-        predicted = tokens * longest.siblings * longest.response // longest.tokens(longest.siblings)
+        predicted = int(rows * longest.response)
         logits = min(predicted * shape.vocabulary, logits_at_once(gpu_bytes, logit_bytes))
         copies = 4 * _LOGIT_COPIES if gpu_bytes is None else logit_bytes * _COMPILED_LOGIT_COPIES
         activations += logits * copies
@@ -351,13 +350,16 @@ def _engine(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> Role
     )
 
 
-def _micro_batch_tokens(update: UpdateArithmetic, longest: LongestRows) -> int:
-    """Tokens of the fullest micro-batch on one rank; ranks of a group share them."""
+def _micro_batch(update: UpdateArithmetic, longest: LongestRows) -> tuple[int, float]:
+    """Tokens of the fullest micro-batch on one rank, and the rows that they are of; ranks of a group share
+    them."""
     _, rows = update.rows_per_group
     if update.max_tokens is None:
         rows = min(update.max_rows or 1, rows)
-    part = -(-longest.tokens(rows) // update.ranks_per_group)
-    return part if update.max_tokens is None else min(update.max_tokens, part)
+    tokens = -(-longest.tokens(rows) // update.ranks_per_group)
+    if update.max_tokens is None or tokens <= update.max_tokens:
+        return tokens, rows / update.ranks_per_group
+    return update.max_tokens, update.max_tokens * longest.siblings / longest.tokens(longest.siblings)
 
 
 def host_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: bool) -> int:

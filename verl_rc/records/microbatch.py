@@ -119,20 +119,35 @@ def balanced_partition(
     do not divide. Families of rows that share a prefix are cut into ever smaller pieces, and the cut whose
     largest part has the fewest tokens is taken.
     """
-    rows = range(len(lengths))
-    if prefixes is None or num_parts == 1:
-        return _in_parts([[(row, 0)] for row in rows], lengths, num_parts)
+    if prefixes is None or num_parts == 1 or not prefixes.saved_tokens:
+        return _in_parts([[(row, 0)] for row in range(len(lengths))], lengths, num_parts)
     families = prefixes.families()
     fair = sum(num_tokens(family, lengths) for family in families) / num_parts
-    tries = []
-    for most_tokens in (fair, fair / 2, fair / 4, 0.0):
-        pieces = [piece for family in families for piece in _pieces(family, lengths, most_tokens)]
-        parts = _in_parts(pieces, lengths, num_parts)
-        largest = max(
-            sum(num_tokens(family, lengths) for family in _families(part, prefixes)) for part in parts
-        )
-        tries.append((largest, parts))
-    return min(tries, key=lambda one: one[0])[1]
+    cuts = (_cut_all(families, lengths, fair * share) for share in _SHARES)
+    tries = [_in_parts(pieces, lengths, num_parts) for pieces in cuts]
+    return min(tries, key=lambda parts: max(_loads(parts, families, lengths)))
+
+
+_SHARES = (1, 1 / 2, 1 / 4, 0)
+"""Sizes of pieces of families that are tried, as shares of what has room."""
+
+
+def _cut_all(families: Sequence[Family], lengths: Sequence[int], most_tokens: float) -> list[Family]:
+    return [piece for family in families for piece in _pieces(family, lengths, most_tokens)]
+
+
+def _loads(parts: Sequence[Sequence[int]], families: Sequence[Family], lengths: Sequence[int]) -> list[int]:
+    """Tokens of each part; what its rows share counts once."""
+    loads = [sum(lengths[row] for row in part) for part in parts]
+    part_of = {row: number for number, part in enumerate(parts) for row in part}
+    for family in families:
+        last: dict[int, int] = {}
+        for place, (row, _) in enumerate(family):
+            part = part_of[row]
+            if part in last:
+                loads[part] -= min(common for _, common in family[last[part] + 1 : place + 1])
+            last[part] = place
+    return loads
 
 
 def num_tokens(family: Family, lengths: Sequence[int]) -> int:
@@ -184,11 +199,19 @@ def _pieces(family: Family, lengths: Sequence[int], most_tokens: float) -> list[
 
 
 def _cut(families: list[Family], lengths: Sequence[int], limit: MicroBatchLimit) -> MicroBatches:
+    """Micro-batches of a rank's rows. Families that are too large for the room that others leave are cut,
+    where that saves a micro-batch."""
     if limit.max_rows is not None:
         rows = [row for family in families for row, _ in family]
         return [rows[start : start + limit.max_rows] for start in range(0, len(rows), limit.max_rows)]
     assert limit.max_tokens is not None
-    pieces = [piece for family in families for piece in _pieces(family, lengths, limit.max_tokens)]
+    shares = _SHARES if any(len(family) > 1 for family in families) else (1,)
+    cuts = (_cut_all(families, lengths, limit.max_tokens * share) for share in shares)
+    return min((_best_fit(pieces, lengths, limit.max_tokens) for pieces in cuts), key=len)
+
+
+def _best_fit(pieces: list[Family], lengths: Sequence[int], max_tokens: int) -> MicroBatches:
+    """Pieces in micro-batches: the largest first, each where the least room is left."""
     batches: MicroBatches = []
     room: list[int] = []
     for piece in sorted(pieces, key=lambda piece: -num_tokens(piece, lengths)):
@@ -201,5 +224,5 @@ def _cut(families: list[Family], lengths: Sequence[int], limit: MicroBatchLimit)
             room[tightest] -= tokens
         else:
             batches.append(rows)
-            room.append(limit.max_tokens - tokens)
+            room.append(max_tokens - tokens)
     return batches

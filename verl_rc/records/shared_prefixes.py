@@ -28,10 +28,13 @@ def token_entries(ids: Column, experts: Column | None = None) -> Column:
     return entries if experts is None else np.hstack([entries, experts])
 
 
-def prefixes_of_rows(tokens: TokenBatch) -> SharedPrefixes:
-    """The prefixes of prompts and responses, up to the first restart of each row. Rows with recorded experts
-    share none, because nothing says here whether theirs are equal."""
-    if tokens.experts_counts is not None:
+def prefixes_of_rows(tokens: TokenBatch, replays: bool) -> SharedPrefixes:
+    """The prefixes of prompts and responses, up to the first restart of each row.
+
+    ``replays``: the model takes recorded experts. Such rows share none, because nothing says here whether
+    theirs are equal.
+    """
+    if replays and tokens.experts_counts is not None:
         lengths = tokens.sequence_lengths.tolist()
         return SharedPrefixes(list(range(len(lengths))), [0] * len(lengths), lengths)
     restarts = None if tokens.restarts is None else tokens.restarts.numpy()
@@ -50,5 +53,7 @@ def prefixes_of_rows(tokens: TokenBatch) -> SharedPrefixes:
 def _num_equal(first: Column, second: Column) -> int:
     """Tokens at the beginning of both rows that are equal."""
     shorter = min(len(first), len(second))
+    if not shorter:
+        return 0
     differ = (first[:shorter] != second[:shorter]).reshape(shorter, -1).any(axis=-1)
     return int(differ.argmax()) if differ.any() else shorter

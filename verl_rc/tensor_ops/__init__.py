@@ -14,6 +14,7 @@ from verl_rc.tensor_ops.divergence import (
 )
 from verl_rc.tensor_ops.logprobs import HiddenStateScores, ScoreOptions, scores_from_hidden_states
 from verl_rc.tensor_ops.masked import (
+    gathered_rows,
     in_row_blocks,
     is_rounding,
     masked_row_sums,
@@ -30,6 +31,7 @@ __all__ = [
     "ScoreOptions",
     "binary_kl",
     "bound_log_ratio",
+    "gathered_rows",
     "in_row_blocks",
     "is_rounding",
     "k1_estimate",

@@ -2,9 +2,11 @@
 positions are removed by selection, not by multiplication with 0, so NaN there is harmless."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 
@@ -63,6 +65,32 @@ def _row_squares(values: Tensor) -> Tensor:
     doubles = values.double()
     squares: Tensor = torch.linalg.vecdot(doubles, doubles)
     return squares
+
+
+def gathered_rows(values: Tensor, index: Tensor) -> Tensor:
+    """``values[index]`` of ``[N, …]`` for an index (int64 ``[K]``) that may repeat.
+
+    Gradients at one place are summed in float32 at least: a sum of many in bfloat16 loses some.
+    """
+    if values.dtype not in (torch.bfloat16, torch.float16):
+        return values.index_select(0, index)
+    rows: Tensor = _GatheredRows.apply(values, index)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _GatheredRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape = values.shape
+        return values.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        total = gradient.new_zeros(ctx.shape, dtype=torch.float32).index_add_(0, index, gradient.float())
+        return total.to(gradient.dtype), None
 
 
 def placed(values: Tensor, mask: Tensor) -> Tensor:

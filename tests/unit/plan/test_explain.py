@@ -83,8 +83,7 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
         },
         [
             "on each of 2 group(s) of 2 ranks that share each row's tokens and attention heads",
-            "micro-batches of at most 40 tokens (4 of the longest rows), which compute a prompt once for its "
-            "4 rows",
+            "micro-batches of at most 40 tokens (4 of the longest rows); rows of one prompt compute it once",
         ],
         ["4 rank(s)"],
     ),

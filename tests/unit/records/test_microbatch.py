@@ -96,6 +96,21 @@ def test_the_token_limit_counts_a_shared_prefix_once(
             assert len(batch) <= 1 or num_computed(rows, batch) <= max_tokens
 
 
+@given(groups=GROUPS, max_tokens=st.integers(10, 100))
+def test_sharing_never_makes_more_micro_batches(groups: list[tuple[int, list[int]]], max_tokens: int) -> None:
+    rows = rows_of(groups)
+    lengths, limit = list(map(len, rows)), MicroBatchLimit(max_tokens=max_tokens)
+    [shared], [plain] = assign_rows(lengths, 1, limit, find_prefixes(rows)), assign_rows(lengths, 1, limit)
+    assert len(shared) <= len(plain)
+
+
+def test_groups_that_fill_half_a_micro_batch_are_cut_to_fill_it() -> None:
+    """16 groups of a prompt of 64 and eight responses of 512: each would leave nearly half of 7,800 empty."""
+    rows = rows_of([(64, [512] * 8)] * 16)
+    [batches] = assign_rows(list(map(len, rows)), 1, MicroBatchLimit(max_tokens=7800), find_prefixes(rows))
+    assert len(batches) == 10
+
+
 @given(groups=GROUPS, ranks=st.integers(1, 4), max_rows=st.integers(1, 9))
 def test_the_rows_limit_is_kept_with_shared_prefixes(
     groups: list[tuple[int, list[int]]], ranks: int, max_rows: int

@@ -92,16 +92,23 @@ def test_prompts_and_responses_of_a_batch_are_found_across_their_border() -> Non
     other = batch_of_two()
     other.prompts[1], other.prompt_lengths[1] = torch.tensor([5, 6, 7, 8]), 4
     other.responses[1] = torch.tensor([9, 8, 3, 3])
-    assert prefixes_of_rows(batch_of_two()).saved_tokens == prefixes_of_rows(other).saved_tokens == 6
+    assert prefixes_of_rows(batch_of_two(), False).saved_tokens == 6
+    assert prefixes_of_rows(other, False).saved_tokens == 6
 
 
 def test_a_row_shares_up_to_its_first_restart() -> None:
     restarts = torch.zeros(2, 4, dtype=torch.bool)
     restarts[0, 2] = True
-    assert prefixes_of_rows(batch_of_two(restarts=restarts)).saved_tokens == 5
+    assert prefixes_of_rows(batch_of_two(restarts=restarts), True).saved_tokens == 5
 
 
-def test_rows_with_recorded_experts_share_none() -> None:
+def test_rows_with_recorded_experts_share_none_in_a_model_that_replays_them() -> None:
     counts = torch.ones(2, 4, dtype=torch.int64)
     ids = torch.zeros(2, 4, dtype=torch.uint8)
-    assert prefixes_of_rows(batch_of_two(experts_counts=counts, experts_ids=ids)).saved_tokens == 0
+    batch = batch_of_two(experts_counts=counts, experts_ids=ids)
+    assert prefixes_of_rows(batch, replays=True).saved_tokens == 0
+    assert prefixes_of_rows(batch, replays=False).saved_tokens == 6
+
+
+def test_a_row_without_tokens_shares_none() -> None:
+    assert find_prefixes(arrays([[], [1, 2], []])).saved_tokens == 0

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from verl_rc.tensor_ops import (
+    gathered_rows,
     in_row_blocks,
     is_rounding,
     masked_row_sums,
@@ -133,3 +134,15 @@ def test_groups_by_any_id() -> None:
     slots = group_numbers(torch.tensor([7, 3, 7, 9]), torch.device("cpu"))
     assert slots[0] == slots[2]
     assert len(set(slots.tolist())) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_of_a_row_that_is_gathered_often_are_not_lost(dtype: torch.dtype) -> None:
+    """1,024 times 1 + 1/128, which bfloat16 knows but not beside 256."""
+    values = torch.zeros(3, 2, dtype=dtype, requires_grad=True)
+    index = torch.tensor([1, *[2] * 1024])
+    rows = gathered_rows(values, index)
+    assert torch.equal(rows, values[index])
+    rows.backward(torch.full_like(rows, 1 + 1 / 128))
+    assert values.grad is not None
+    assert values.grad.tolist() == [[0.0] * 2, [1 + 1 / 128] * 2, [1032.0] * 2]

@@ -135,7 +135,7 @@ _TRANSLATIONS: dict[str, Callable[[Any, Mapping[str, Any]], Translated]] = {
     "async_training.concurrent_samples_per_replica": _concurrent,
     "async_training.use_rollout_log_probs": _bypass,
     "actor_rollout_ref.actor.use_rollout_log_probs": _bypass,
-    _PADDING: _padding,
+    **dict.fromkeys((_PADDING, "actor_rollout_ref.actor.use_remove_padding"), _padding),
 }
 
 
@@ -204,9 +204,12 @@ AGREEMENTS = {
         lambda config: config.actor_rollout_ref.actor.checkpoint.async_save,
         "actor_rollout_ref.actor.checkpoint.async_save",
     ),
-    "critic.model.use_remove_padding": _equal(
-        lambda config: config.actor_rollout_ref.model.use_remove_padding,
-        "actor_rollout_ref.model.use_remove_padding",
+    "critic.model.use_remove_padding": Agreement(
+        lambda config, value: (
+            value in (None, config.actor_rollout_ref.model.use_remove_padding)
+            or config.actor_rollout_ref.model.share_prefixes is True  # verl's grouper wants False of both
+        ),
+        f"it always equals {_PADDING}; write that",
     ),
     **dict.fromkeys(
         ("actor_rollout_ref.rollout.response_length", "reward.reward_kwargs.max_resp_len"),

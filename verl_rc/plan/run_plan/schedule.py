@@ -20,20 +20,22 @@ class LongestRows:
     """Rows of which a micro-batch computes the prompt once; 1 where each has its own."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> "LongestRows":
-        """Those that the configuration allows."""
+    def of(cls, config: RunConfig, role: str) -> "LongestRows":
+        """Those that the configuration allows in the actor or critic."""
         policy, data = config.actor_rollout_ref, config.data
-        siblings = policy.rollout.n if policy.shares_prefixes else 1
+        replays = role == "actor" and policy.rollout.enable_rollout_routing_replay
+        siblings = policy.rollout.n if policy.shares_prefixes and not replays else 1
         return cls(data.max_prompt_length, config.longest_sequence - data.max_prompt_length, siblings)
 
     def tokens(self, rows: int) -> int:
-        """Tokens of a micro-batch of ``rows``, siblings together."""
-        return -(-rows // self.siblings) * self.prompt + rows * self.response
+        """Most tokens of a micro-batch of ``rows`` that follow each other."""
+        aligned = self.siblings % rows == 0 or rows % self.siblings == 0
+        prompts = -(-rows // self.siblings) if aligned else (rows - 2) // self.siblings + 2
+        return prompts * self.prompt + rows * self.response
 
     def fitting(self, tokens: int) -> int:
-        """The most rows that fit into ``tokens``; at least one is computed."""
-        family = self.tokens(self.siblings)
-        families, rest = divmod(tokens, family)
+        """The rows that fit into ``tokens``, siblings together; at least one is computed."""
+        families, rest = divmod(tokens, self.tokens(self.siblings))
         return max(1, families * self.siblings + max(0, (rest - self.prompt) // self.response))
 
 
@@ -78,10 +80,13 @@ class UpdateArithmetic:
         return self.mini_batch_rows // self.num_groups, -(-self.mini_batch_rows // self.num_groups)
 
     def rows_per_micro_batch(self, longest: LongestRows) -> int:
-        """The longest rows that fit into a micro-batch."""
-        if self.max_tokens is None:
-            return self.max_rows or 1
-        return longest.fitting(self.max_tokens * self.ranks_per_group)
+        """The longest rows that a micro-batch has."""
+        limit = (
+            self.max_rows or 1
+            if self.max_tokens is None
+            else longest.fitting(self.max_tokens * self.ranks_per_group)
+        )
+        return min(limit, self.rows_per_group[1])
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Attention within packed sequences, as transformers calls it, and which models it cannot serve."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import AttentionInterface
 
 from verl_rc.runtime.distributed.sequence_parallel import SequenceParallel
 from verl_rc.runtime.workers.sinks import GridKernel, PackedKernel, attend_with_sinks
+from verl_rc.tensor_ops import gathered_rows
 
 PACKED_ATTENTION = "verl_rc_packed"
 """Without "sdpa" in it, which transformers would look up in what a model supports."""
@@ -28,11 +30,27 @@ class Branches:
     """int64 ``[S]``: all its tokens."""
     keys: Tensor
     """int64 ``[sum of lengths]``: packed positions of all its tokens, sequence after sequence."""
+    boundaries: tuple[Tensor, Tensor]
+    """int32 ``[S + 1]``: where the own tokens of each begin, and where its keys do; the last is where they
+    end."""
+    longest: tuple[int, int]
+    """The most own tokens, and the most tokens, of a sequence."""
 
-    @cached_property
-    def longest(self) -> tuple[int, int]:
-        """The most own tokens, and the most tokens, of a sequence."""
-        return int(self.own_lengths.max()), int(self.lengths.max())
+    @classmethod
+    def from_lengths(
+        cls,
+        own_lengths: Sequence[int],
+        lengths: Sequence[int],
+        keys: Tensor,
+        device: torch.device,
+    ) -> "Branches":
+        """From numbers that the host knows: no layer reads any of them from the device."""
+        own, whole, places = (
+            torch.as_tensor(values, dtype=torch.int64, device=device)
+            for values in (own_lengths, lengths, keys)
+        )
+        ends = (F.pad(values.cumsum(0), (1, 0)).int() for values in (own, whole))
+        return cls(own, whole, places, (next(ends), next(ends)), (max(own_lengths), max(lengths)))
 
     @cached_property
     def grids(self) -> "list[BranchGrid]":
@@ -278,11 +296,8 @@ def _branches_in_one_kernel(
     query: Tensor, key: Tensor, value: Tensor, branches: Branches, how: Weighting
 ) -> Tensor:
     """Attention ``[1, own tokens, heads, head_dim]`` of branches over gathered keys and values."""
-    keys, values = (part[0].transpose(0, 1).index_select(0, branches.keys) for part in (key, value))
-    own_ends, ends = (
-        F.pad(lengths.cumsum(0), (1, 0)).int() for lengths in (branches.own_lengths, branches.lengths)
-    )
-    return _by_kernel(query[0].transpose(0, 1), keys, values, (own_ends, ends), branches.longest, how)
+    keys, values = (gathered_rows(part[0].transpose(0, 1), branches.keys) for part in (key, value))
+    return _by_kernel(query[0].transpose(0, 1), keys, values, branches.boundaries, branches.longest, how)
 
 
 def _branches_on_grids(
@@ -292,7 +307,7 @@ def _branches_on_grids(
     attended = query.new_zeros(query.shape[2], query.shape[1], query.shape[3])
 
     def at(packed: Tensor, index: Tensor) -> Tensor:
-        values = packed[0].transpose(0, 1).index_select(0, index.flatten())
+        values = gathered_rows(packed[0].transpose(0, 1), index.flatten())
         return values.view(*index.shape, *values.shape[1:]).transpose(1, 2)
 
     for grid in branches.grids:

@@ -203,7 +203,7 @@ class ComputedOnce:
     whole_lengths: Tensor
     """int64: tokens of each whole sequence."""
     branches: Branches | None
-    """None if rows are equal, or the beginning of others."""
+    """None if no row has tokens of its own beside shared ones."""
 
     @classmethod
     def from_prefixes(
@@ -216,7 +216,8 @@ class ComputedOnce:
         next_whole, next_own = 0, sum(whole_lengths)
         places = np.empty(begins[-1], np.int64)
         sources, position_ids = np.empty((2, begins[-1] - prefixes.saved_tokens), np.int64)
-        branches, keys, previous = list[tuple[int, int]](), list[Column](), places[:0]
+        own_lengths, branch_lengths, keys = list[int](), list[int](), list[Column]()
+        previous = places[:0]
         for row, shared in rows:
             own, mine = lengths[row] - shared, places[begins[row] : begins[row + 1]]
             if shared:
@@ -227,20 +228,22 @@ class ComputedOnce:
             position_ids[first : first + own] = np.arange(shared, lengths[row])
             sources[first : first + own] = begins[row] + position_ids[first : first + own]
             if shared and own:
-                branches.append((own, lengths[row]))
+                own_lengths.append(own)
+                branch_lengths.append(lengths[row])
                 keys.append(mine)
             previous = mine
 
         def on_device(values: Column | list[int]) -> Tensor:
             return torch.as_tensor(values, dtype=torch.int64, device=device)
 
-        own_lengths, branch_lengths = on_device(np.array(branches).reshape(-1, 2)).T
         return cls(
             on_device(sources),
             on_device(places),
             on_device(position_ids),
             on_device(whole_lengths),
-            Branches(own_lengths, branch_lengths, on_device(np.concatenate(keys))) if keys else None,
+            Branches.from_lengths(own_lengths, branch_lengths, torch.from_numpy(np.concatenate(keys)), device)
+            if keys
+            else None,
         )
 
     def layout(self, ranks: SequenceParallel | None) -> PackedLayout:

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from verl_rc.tensor_ops import HiddenStateScores, ScoreOptions, scores_from_hidden_states
+from verl_rc.tensor_ops import HiddenStateScores, ScoreOptions, gathered_rows, scores_from_hidden_states
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def add_scoring(
         # PEFT passes arguments that it was not given as None.
         arguments = {name: value for name, value in inputs.items() if value is not None}
         hidden = causal_lm.base_model(*args, **arguments).last_hidden_state.flatten(0, 1)
-        states = hidden.index_select(0, predicted.positions)
+        states = gathered_rows(hidden, predicted.positions)
         head, options = causal_lm.get_output_embeddings(), predicted.options
         return score(
             states if head_dtype is None else states.to(head_dtype),

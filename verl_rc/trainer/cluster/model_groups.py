@@ -31,6 +31,7 @@ class ActorGroup(RankGroup):
     """All ranks of the actor."""
 
     role = "actor"
+    replays = True
     worker = "verl_rc.runtime.workers.policy_worker:PolicyWorker"
 
     def compute_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[TokenScores]:

@@ -27,6 +27,8 @@ class RankGroup:
 
     role = ""
     """Name of the role in messages."""
+    replays = False
+    """Whether the model takes the experts that are recorded beside tokens."""
     worker = ""
     """The class of the role's part of every process, as ``module:Class``; tests replace it by faulty ones."""
 
@@ -138,7 +140,7 @@ class RankGroup:
     ) -> list[list[MicroBatches]]:
         """The micro-batches of each share of each mini-batch, which is given by its rows."""
         lengths, limit = tokens.sequence_lengths.tolist(), limit.shared_by(self.ranks_per_share)
-        prefixes = prefixes_of_rows(tokens) if self._shares_prefixes else None
+        prefixes = prefixes_of_rows(tokens, self.replays) if self._shares_prefixes else None
         assigned = []
         for rows in mini_batches:
             shares = assign_rows(

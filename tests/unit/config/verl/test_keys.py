@@ -186,3 +186,31 @@ def test_the_overlong_penalty_is_not_naive() -> None:
         load_run_config(
             [*SOUND, "reward.reward_manager.name=naive", f"+{penalty}.enable=True", f"+{penalty}.len=8"]
         )
+
+
+@pytest.mark.parametrize(
+    "padding",
+    [
+        "actor_rollout_ref.model.use_remove_padding=False",
+        "actor_rollout_ref.actor.use_remove_padding=False",
+        "critic.model.use_remove_padding=False",
+    ],
+)
+def test_verls_prefix_grouper_packs_rows_here(padding: str) -> None:
+    """In verl it needs padded rows."""
+    grouper = "actor_rollout_ref.actor.use_prefix_grouper=True"
+    config = load_run_config([*SOUND, grouper, padding])
+    model = config.actor_rollout_ref.model
+    assert (model.share_prefixes, model.use_remove_padding) == (True, True)
+    if not padding.startswith("critic"):
+        assert not load_run_config([*SOUND, padding]).actor_rollout_ref.model.use_remove_padding
+
+
+def test_shared_prefixes_need_packed_rows() -> None:
+    both = ["actor_rollout_ref.model.share_prefixes=True", "actor_rollout_ref.model.use_remove_padding=False"]
+    with pytest.raises(ConfigError, match=r"share_prefixes=True needs packed rows"):
+        load_run_config([*SOUND, *both])
+    with pytest.raises(ConfigError, match=r"share_prefixes=True; pass .*share_prefixes=auto"):
+        load_run_config([*SOUND, both[0], "actor_rollout_ref.exact=True"])
+    with pytest.raises(ConfigError, match=r"model\.share_prefixes"):
+        load_run_config([*SOUND, "actor_rollout_ref.model.share_prefixes=never"])

@@ -77,6 +77,20 @@ def test_updates_are_as_many_as_the_loop_makes(prompts: int, mini: int, epochs: 
     assert {len(batch.rows) for batch in batches} == {sizes.actor.mini_batch_rows}
 
 
+PROMPT, RESPONSE = 12, 7
+
+
+def longest_batches(
+    rows: int, siblings: int, ranks: int, limit: MicroBatchLimit
+) -> tuple[list[list[int]], list[int]]:
+    """Micro-batches of rows of the greatest lengths by the real assignment, and the tokens of each."""
+    tokens = [np.array([row // siblings] * PROMPT + [100 + row] * RESPONSE) for row in range(rows)]
+    prefixes, length = find_prefixes(tokens), PROMPT + RESPONSE
+    shares = assign_rows([length] * rows, ranks, limit, prefixes)
+    parts = [part for share in shares for part in share]
+    return parts, [length * len(part) - prefixes.of(part).saved_tokens for part in parts]
+
+
 @pytest.mark.parametrize("siblings", [1, 4])
 @pytest.mark.parametrize(
     ("rows", "ranks", "max_tokens", "max_rows", "sharing"),
@@ -86,25 +100,33 @@ def test_updates_are_as_many_as_the_loop_makes(prompts: int, mini: int, epochs: 
         (20, 2, None, 3, 1),
         (20, 4, 20, None, 2),
         (20, 4, None, 3, 2),
+        (21, 3, 95, None, 1),
     ],
 )
 def test_longest_rows_fit_as_promised(
     rows: int, ranks: int, max_tokens: int | None, max_rows: int | None, sharing: int, siblings: int
 ) -> None:
-    """Prompts of 12 tokens and responses of 7, by the assignment of real rows."""
-    longest = LongestRows(12, 7, siblings)
+    longest = LongestRows(PROMPT, RESPONSE, siblings)
     update = UpdateArithmetic(rows, rows, 1, 1, ranks, max_tokens, max_rows, sharing)
-    fits = update.rows_per_micro_batch(longest)
-    found = find_prefixes([np.array([row // siblings] * 12 + [100 + row] * 7) for row in range(rows)])
     limit = MicroBatchLimit(max_rows, max_tokens).shared_by(sharing)
-    shares = assign_rows([19] * rows, ranks // sharing, limit, found)
-    parts = [part for share in shares for part in share]
-    assert max(map(len, parts)) == fits
-    low, high = update.rows_per_group
-    assert {sum(map(len, share)) for share in shares} <= {low, high}
-    for part in parts:
-        if len(part) == fits and max_rows is None:
-            assert 19 * fits - found.of(part).saved_tokens == longest.tokens(fits)
+    parts, _ = longest_batches(rows, siblings, ranks // sharing, limit)
+    assert max(map(len, parts)) == update.rows_per_micro_batch(longest)
+
+
+@pytest.mark.parametrize("siblings", [1, 3, 4])
+@pytest.mark.parametrize("max_rows", [1, 2, 3, 5, 8])
+def test_no_micro_batch_has_more_tokens_than_estimated(siblings: int, max_rows: int) -> None:
+    """Also where its rows are of more groups than they could be of."""
+    longest = LongestRows(PROMPT, RESPONSE, siblings)
+    _, tokens = longest_batches(24, siblings, 1, MicroBatchLimit(max_rows))
+    assert max(tokens) == longest.tokens(max_rows)
+
+
+def test_rows_with_replayed_experts_share_no_prompt_in_the_actor() -> None:
+    config = config_of({"actor_rollout_ref.rollout.enable_rollout_routing_replay": True})
+    samples = config.actor_rollout_ref.rollout.n
+    assert [LongestRows.of(config, role).siblings for role in ("actor", "critic")] == [1, samples]
+    assert LongestRows.of(config_of({}), "actor").siblings == samples
 
 
 def named(plan: Plan) -> dict[str, Phase]:

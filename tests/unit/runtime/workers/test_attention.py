@@ -119,7 +119,7 @@ def layout_of(with_branches: bool) -> tuple[PackedLayout, list[list[int]]]:
         keys += seen[-1]
         positions.append(torch.arange(len(shared), len(shared) + own))
     own_lengths, lengths = zip(*((own, len(shared) + own) for shared, own in BRANCHES), strict=True)
-    branches = Branches(torch.tensor(own_lengths), torch.tensor(lengths), torch.tensor(keys))
+    branches = Branches.from_lengths(own_lengths, lengths, torch.tensor(keys), torch.device("cpu"))
     return replace(layout, position_ids=torch.cat(positions), branches=branches), seen
 
 
