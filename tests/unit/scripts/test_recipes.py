@@ -50,6 +50,11 @@ MEANT = {
         "actor_rollout_ref.rollout.enable_rollout_routing_replay": True,
         f"{CORRECTION}.rollout_is": "token",
     },
+    "math_gpt_oss_20b_8gpu": {
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay": False,
+        f"{CORRECTION}.rollout_is": "token",
+    },
+    "math_gemma3_1b_8gpu": {f"{CORRECTION}.rollout_is": "token"},
     "math_qwen2.5_7b_rloo_8gpu": {"algorithm.adv_estimator": "rloo", "algorithm.use_kl_in_reward": True},
     "math_qwen2.5_7b_reinforce_plus_plus_8gpu": {"algorithm.adv_estimator": "reinforce_plus_plus"},
     "math_qwen2.5_7b_dr_grpo_8gpu": {
@@ -275,8 +280,20 @@ SHAPES = {
         recomputed_bytes=36 + 11 * 8 + 9.3 * 8 * 768 / 2048,
     ),
     "32b": ModelShape(32_763_876_352, 1_557_135_360, 0, 64, 5120, 152_064, 131_072),
+    "20b": ModelShape(
+        20_914_757_184,
+        1_158_266_880,
+        0,
+        24,
+        2880,
+        201_088,
+        131_072,
+        recomputed_bytes=36 + 11 * 4 + 9.3 * 4,
+        key_width=1024,
+    ),
+    "1b": ModelShape(999_885_952, 301_989_888, 0, 26, 1152, 262_144, 32_768, key_width=512),
 }
-"""Of Qwen2.5 and, 8b and 30b, Qwen3, by their published configurations."""
+"""Of Qwen2.5, Qwen3 (8b and 30b), gpt-oss (20b) and Gemma 3 (1b), by their published configurations."""
 
 
 @pytest.mark.parametrize("recipe", FOR_GPUS, ids=lambda recipe: recipe.stem)
