@@ -23,6 +23,7 @@ from verl_rc.runtime.rollout.tool_environment import ToolCall
 from verl_rc.runtime.rollout.vllm import sampler
 from verl_rc.runtime.rollout.vllm.adapters import REQUEST
 from verl_rc.runtime.rollout.vllm.engine import VllmEngine
+from verl_rc.runtime.rollout.vllm.load_record import LoadRecord
 from verl_rc.runtime.rollout.vllm.options import VllmOptions
 from verl_rc.runtime.rollout.vllm.output import parts_of_output
 from verl_rc.runtime.rollout.vllm.sampler import VllmSampler
@@ -88,7 +89,7 @@ class FaultyEngine(VllmEngine):
             # weights stay.
             transfer.model.load_weights = lambda tensors: {name for name, _ in tensors}
             try:
-                transfer.digests, transfer._record = {}, None
+                transfer.digests, transfer._record = {}, LoadRecord(transfer.model)
                 transfer._layers = {}  # as if the weights were in loadable form, which would drop them
                 transfer.update_weights({"source": (manifest, bucket_bytes)})
             finally:
@@ -118,11 +119,10 @@ class FaultyEngine(VllmEngine):
         self, tensors: Iterable[tuple[str, Tensor]], held: dict[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
-            loaded = tensor.clone()
             if self.fault == "half_loaded_tensor" and name.endswith(HALF_LOADED):
-                loaded[len(loaded) // 2 :] = held[name][len(loaded) // 2 :]
-            held[name] = loaded.clone()
-            yield name, loaded
+                tensor[len(tensor) // 2 :] = held[name][len(tensor) // 2 :]
+            held[name] = tensor.clone()
+            yield name, tensor
 
     def submit(self, samples: Sequence[Request]) -> None:
         super().submit([replace(sample, options=self._options_of(sample.options)) for sample in samples])
