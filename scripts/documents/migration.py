@@ -58,6 +58,10 @@ SAME_KEYS: Mapping[str, tuple[str, str]] = {
         "with False, weights of rollout correction do not reach the term",
         "they always multiply it",
     ),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": (
+        "`topr`, as proposed in #6986, divides the log-ratio of a row by its length",
+        "`topr` takes the product of the row's ratios, as in the paper",
+    ),
     "actor_rollout_ref.rollout.val_kwargs.do_sample": (
         "without effect: the temperature decides",
         "False is greedy",

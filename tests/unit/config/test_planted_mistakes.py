@@ -232,13 +232,6 @@ VARIANTS: list[Mistake] = [
         "=megatron",
         "write fsdp2",
     ),
-    (
-        "actor_rollout_ref.actor.policy_loss.loss_mode=topr",
-        "actor_rollout_ref.actor.policy_loss.loss_mode",
-        "divides the row's log-ratio by its length",
-        "topr",
-        "write algorithm.rollout_correction.bypass_mode=True and loss_type=topr",
-    ),
     ("trainer.device=npu", "trainer.device", "NPUs are not supported", "=npu", "write cuda, cpu or auto"),
 ]
 

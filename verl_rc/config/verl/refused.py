@@ -570,8 +570,6 @@ REFUSED_VALUES = {
         (f"{_ROLLOUT}.name", name): f"the engine {name} {_ENGINES}"
         for name in ("sglang", "trtllm", "hf", "naive")
     },
-    (f"{_ACTOR}.policy_loss.loss_mode", "topr"): "verl's proposal (#6986) divides the row's log-ratio by its "
-    "length, which TOPR does not; write algorithm.rollout_correction.bypass_mode=True and loss_type=topr",
     ("trainer.device", "npu"): "NPUs are not supported; write cuda, cpu or auto",
     **{
         (f"{_ROLLOUT}.checkpoint_engine.backend", name): f"the transport {name} is not supported; write auto"
