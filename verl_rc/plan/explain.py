@@ -506,7 +506,11 @@ def _update_in_words(update: UpdateArithmetic, longest: LongestRows) -> str:
     fewest = update.rows_per_micro_batch(longest)
     at_least = f" ({fewest} of the longest rows)" if update.max_tokens is not None else ""
     if longest.siblings > 1 and fewest > 1:
-        at_least += "; rows of one prompt compute it once in each micro-batch"
+        at_least += (
+            "; rows of one prompt compute it once"
+            if fewest >= longest.siblings
+            else f"; the {longest.siblings} rows of a prompt lie in several, each of which computes it once"
+        )
     return (
         f"{update.mini_batches_per_epoch} mini-batch(es) of {update.mini_batch_prompts} prompts = "
         f"{update.mini_batch_rows} rows, x {update.epochs} epoch(s) = {update.optimizer_steps} optimizer "

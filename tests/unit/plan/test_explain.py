@@ -88,6 +88,11 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
         ["4 rank(s)"],
     ),
     (
+        {f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 27},
+        ["of at most 27 tokens (3 of the longest rows); the 4 rows of a prompt lie in several, each of"],
+        [],
+    ),
+    (
         TOKEN_WEIGHTS,
         [
             "recomputed by old_log_prob",
