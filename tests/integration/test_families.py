@@ -4,33 +4,16 @@ of weight."""
 from pathlib import Path
 
 import pytest
-import torch
 from families import FAMILIES, FULL, model_of, move
-from small_engines import start_small_engine
-from small_models import log_probs
-from torch import Tensor
+from small_engines import engine_of, largest_gap
 from transformers import PreTrainedModel
 
-from verl_rc.records.parts import token_ids
-from verl_rc.runtime.distributed.child_process import ChildProcess
-from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.runtime.weight_sync.sender import every_name
 
 ROUNDING = 5e-5
 """In nats: both sides compute in float32."""
 PROMPTS = [[3 + (7 * row + 5 * place) % 250 for place in range(4 + 5 * row)] for row in range(8)]
 """Of 4 to 39 tokens, so that some are shorter than a window and others much longer."""
-
-
-def gap(engine: ChildProcess, model: PreTrainedModel) -> float:
-    """Largest |log-ratio| of tokens that the engine samples."""
-    requests = [GenerationRequest(prompt, seed=row) for row, prompt in enumerate(PROMPTS)]
-    sampling = SamplingOptions(1.0, 1.0, -1, max_tokens=16, stop_token_ids=(), ignore_eos=True)
-    differences: list[Tensor] = []
-    for prompt, sample in zip(PROMPTS, engine.call("generate", requests, sampling), strict=True):
-        expected = log_probs(model, prompt, token_ids(sample.parts))
-        differences.append(torch.cat([part.log_probs for part in sample.parts]) - expected)
-    return float(torch.cat(differences).abs().max())
 
 
 def kinds(model: PreTrainedModel) -> dict[str, list[str]]:
@@ -48,18 +31,14 @@ def kinds(model: PreTrainedModel) -> dict[str, list[str]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_kind_of_weight_reaches_the_engine(family: str, tied: bool, tmp_path: Path) -> None:
     model = model_of(family, tied)
-    model.save_pretrained(tmp_path)
-    engine = start_small_engine(tmp_path, {}, served="loaded_engine:LoadedEngine")
-    try:
+    with engine_of(model, tmp_path) as engine:
         engine.call("load", dict(every_name(model)), 1, "float32")
-        assert gap(engine, model) < ROUNDING
+        assert largest_gap(engine, model, PROMPTS) < ROUNDING
         for version, (kind, names) in enumerate(kinds(model).items(), 2):
             move(model, 0.1, names)
-            assert gap(engine, model) > 100 * ROUNDING, kind
+            assert largest_gap(engine, model, PROMPTS) > 100 * ROUNDING, kind
             engine.call("load", dict(every_name(model)), version, "float32")
-            assert gap(engine, model) < ROUNDING, kind
-    finally:
-        engine.end()
+            assert largest_gap(engine, model, PROMPTS) < ROUNDING, kind
 
 
 @pytest.mark.slow
@@ -70,12 +49,8 @@ def test_all_that_is_sent_is_used_and_all_that_is_there_is_filled(
 ) -> None:
     """vLLM's class of Cohere computes logits with the embedding, whatever the configuration says."""
     model = model_of(family, tied)
-    model.save_pretrained(tmp_path)
-    engine = start_small_engine(tmp_path, {}, served="loaded_engine:LoadedEngine")
-    try:
+    with engine_of(model, tmp_path) as engine:
         [receipt] = engine.call("load", dict(every_name(model)), 1, "float32")
-    finally:
-        engine.end()
     assert receipt.not_loaded == []
     assert receipt.unread == (["lm_head.weight"] if family == "cohere" and not tied else [])
 
@@ -83,11 +58,7 @@ def test_all_that_is_sent_is_used_and_all_that_is_there_is_filled(
 def test_an_update_that_vllm_drops_and_reports_as_loaded_is_seen(tmp_path: Path) -> None:
     """Without the patch of the loader: vLLM copies gpt-oss' experts and sinks into tensors without memory."""
     model = model_of("gpt_oss")
-    model.save_pretrained(tmp_path)
-    engine = start_small_engine(tmp_path, {}, served="loaded_engine:DroppingEngine")
-    try:
+    with engine_of(model, tmp_path, "loaded_engine:DroppingEngine") as engine:
         [receipt] = engine.call("load", dict(every_name(model)), 1, "float32")
-    finally:
-        engine.end()
     kinds_of_weights = {name.rpartition(".")[-1] for name in receipt.not_loaded}
     assert kinds_of_weights == {"sinks", "w13_weight", "w2_weight", "w13_bias", "w2_bias"}

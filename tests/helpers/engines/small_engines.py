@@ -1,11 +1,17 @@
 """A small vLLM engine in a process of its own, without Ray."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from small_models import log_probs
+from transformers import PreTrainedModel
 
+from verl_rc.records.parts import token_ids
 from verl_rc.runtime.distributed.child_process import ChildProcess
+from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.runtime.rollout.vllm.options import VllmOptions
 from verl_rc.runtime.weight_sync.proof import LoadReceipt, check_receipts
 from verl_rc.runtime.weight_sync.sender import ModelWeights, WeightSender
@@ -35,6 +41,30 @@ def start_small_engine(
     built = VllmOptions(str(model), dtype, max_model_len=96, arguments={**_ARGUMENTS, **arguments}, **options)
     environment = engine_environment(num_threads=1, device="cpu", one_node=True)
     return ChildProcess(served, environment, options=built)
+
+
+@contextmanager
+def engine_of(
+    model: PreTrainedModel, folder: Path, served: str = "loaded_engine:LoadedEngine"
+) -> Iterator[ChildProcess]:
+    """An engine of a model, which is written to ``folder``."""
+    model.save_pretrained(folder)
+    engine = start_small_engine(folder, {}, served)
+    try:
+        yield engine
+    finally:
+        engine.end()
+
+
+def largest_gap(engine: ChildProcess, model: PreTrainedModel, prompts: Sequence[list[int]]) -> float:
+    """Largest |log-ratio| of tokens that the engine samples, nats."""
+    requests = [GenerationRequest(prompt, seed=row) for row, prompt in enumerate(prompts)]
+    sampling = SamplingOptions(1.0, 1.0, -1, max_tokens=16, stop_token_ids=(), ignore_eos=True)
+    differences: list[torch.Tensor] = []
+    for prompt, sample in zip(prompts, engine.call("generate", requests, sampling), strict=True):
+        expected = log_probs(model, prompt, token_ids(sample.parts))
+        differences.append(torch.cat([part.log_probs for part in sample.parts]) - expected)
+    return float(torch.cat(differences).abs().max())
 
 
 def publish(sender: WeightSender, engine: ChildProcess, version: int, full: bool = True) -> list[LoadReceipt]:
