@@ -38,6 +38,7 @@ def test_a_complete_update_passes() -> None:
         (SENT, receipt(digests={"a": 1}), "received 1, missing b"),
         (SENT, receipt(digests={"a": 1, "b": 7}), "differ for b"),
         (SENT, receipt(not_loaded=["lm_head.weight"]), "untouched: lm_head.weight"),
+        (SENT, receipt(unread=["lm_head.weight"]), "ignores lm_head.weight: they compute different numbers"),
     ],
 )
 def test_each_fault_is_named(sent: SendReceipt, received: LoadReceipt, message: str) -> None:
