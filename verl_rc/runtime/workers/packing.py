@@ -20,19 +20,17 @@ from verl_rc.runtime.workers.router_replay import Routes
 from verl_rc.tensor_ops import placed
 
 
-def packed_inputs(
-    token_ids: Tensor, lengths: Tensor | list[int], ranks: SequenceParallel | None = None
-) -> dict[str, Any]:
-    """Arguments of a model's forward pass over packed sequences, or over this rank's part of their tokens.
+def packed_inputs(token_ids: Tensor, lengths: Tensor | list[int]) -> dict[str, Any]:
+    """Arguments of a model's forward pass over packed sequences.
 
     ``token_ids`` is int64 ``[N]``, sequences one after the other; ``lengths`` int64 ``[S]`` their token
     counts (sum N).
     """
-    layout = PackedLayout.from_lengths(torch.as_tensor(lengths, device=token_ids.device), ranks)
-    return _arguments(token_ids, layout)
+    return _arguments(token_ids, PackedLayout.from_lengths(torch.as_tensor(lengths, device=token_ids.device)))
 
 
 def _arguments(token_ids: Tensor, layout: PackedLayout) -> dict[str, Any]:
+    """The arguments for all packed tokens, or for the part of the layout's rank."""
     if layout.position_ids.numel() != token_ids.numel():
         raise ValueError(
             f"lengths must sum to the number of tokens {token_ids.numel()}, got "
