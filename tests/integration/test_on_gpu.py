@@ -19,9 +19,9 @@ from verl_rc.correction import compute_rollout_correction
 from verl_rc.records.batches import CriticBatch
 from verl_rc.runtime.distributed.process_group import RankAddress
 from verl_rc.runtime.workers import attention
-from verl_rc.runtime.workers.attention import Branches, PackedLayout
 from verl_rc.runtime.workers.critic_worker import CriticWorker
 from verl_rc.runtime.workers.micro_batches import ObjectiveTotals
+from verl_rc.runtime.workers.packed_layout import Branches, PackedLayout
 from verl_rc.runtime.workers.policy_worker import PolicyWorker
 
 pytestmark = pytest.mark.gpu

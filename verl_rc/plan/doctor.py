@@ -32,8 +32,8 @@ from verl_rc.records.dataset import (
 )
 from verl_rc.records.tokenize import encode_prompt, load_tokenizer
 from verl_rc.runtime.rollout.chat_template import check_chat_template
-from verl_rc.runtime.workers.language_model import unsupported_model
 from verl_rc.runtime.workers.reward_pool import RewardPool
+from verl_rc.runtime.workers.supported_models import unsupported_model
 
 SAMPLED_PROMPTS = 1000
 """Number of prompts whose lengths are counted, evenly spaced over all files."""

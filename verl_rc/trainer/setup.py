@@ -43,7 +43,7 @@ from verl_rc.runtime.rollout.environment_host import Hosts, open_host
 from verl_rc.runtime.rollout.tool_environment import template_arguments
 from verl_rc.runtime.weight_sync.proof import GapLimit
 from verl_rc.runtime.workers.host import usable_cores
-from verl_rc.runtime.workers.language_model import unsupported_model
+from verl_rc.runtime.workers.supported_models import unsupported_model
 from verl_rc.trainer import checkpoints
 from verl_rc.trainer.cluster.engine_group import EngineGroup
 from verl_rc.trainer.cluster.environment_hosts import RayHosts

@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qw
 from verl_rc.config.models import ActorConfig, LearnerFsdpConfig
 from verl_rc.runtime.distributed.sequence_parallel import divide_ranks
 from verl_rc.runtime.workers import forward, scoring_head
-from verl_rc.runtime.workers.attention import PACKED_ATTENTION, PackedLayout
+from verl_rc.runtime.workers.attention import PACKED_ATTENTION
+from verl_rc.runtime.workers.packed_layout import PackedLayout
 from verl_rc.runtime.workers.scoring_head import PredictedTokens, add_scoring
 from verl_rc.runtime.workers.sharded_model import LearningModel
 from verl_rc.tensor_ops import ScoreOptions

@@ -8,7 +8,7 @@ from sound_run import sound_run
 
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
-from verl_rc.runtime.workers.language_model import unsupported_model
+from verl_rc.runtime.workers.supported_models import unsupported_model
 
 ON = "correction=score_centering"
 CORRECTION = "algorithm.rollout_correction"

@@ -8,7 +8,7 @@ import pytest
 from small_models import small_run_config, write_small_model
 
 from verl_rc.config.errors import ConfigError
-from verl_rc.runtime.workers.language_model import unsupported_model
+from verl_rc.runtime.workers.supported_models import unsupported_model
 
 ACTOR, CRITIC, REF = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref"
 SIZE = "fsdp_config.ulysses_sequence_parallel_size"

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
@@ -18,12 +17,10 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from verl_rc.config.models import model_source, torch_name
-from verl_rc.config.run import FSDP_SECTIONS, RunConfig
 from verl_rc.runtime.distributed.fsdp import cut_parameters
 from verl_rc.runtime.distributed.process_group import DeviceMesh
 from verl_rc.runtime.exact.trainer import exact_scores, use_engine_operations
-from verl_rc.runtime.workers.attention import PACKED_ATTENTION, attention_problem, window_of
-from verl_rc.runtime.workers.experts import experts_problem
+from verl_rc.runtime.workers.attention import PACKED_ATTENTION
 from verl_rc.runtime.workers.scoring_head import add_scoring
 
 _NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -128,67 +125,6 @@ def _reading_shards(mesh: DeviceMesh | None) -> Iterator[dict[str, Any]]:
             os.environ[_NO_THREADS] = "1"
             undo.callback(os.environ.pop, _NO_THREADS)
         yield {"distributed_config": DistributedConfig()}
-
-
-def unsupported_model(config: RunConfig, path: str, trust_remote_code: bool) -> str | None:
-    """The reason why the model at ``path`` cannot be trained or score as a frozen policy, by the attention
-    and experts in its ``config.json``; None when it can."""
-    policy = config.actor_rollout_ref
-    trained = {
-        "actor": policy.model.path,
-        "critic": config.critic.model.path,
-        **{role: frozen.model_path for role, frozen in config.frozen_policies.items()},
-    }
-    if path not in trained.values():
-        return None
-    source = AutoConfig.from_pretrained(model_source(path), trust_remote_code=trust_remote_code)
-    problems = [
-        attention_problem(source, config.longest_sequence),
-        experts_problem(config, path, source),
-    ]
-    window = window_of(source, config.longest_sequence)
-    if policy.exact and path == policy.model.path and window is not None:
-        problems.append(
-            f"exact mode is not built for attention that looks back sliding_window={window} tokens: drop "
-            f"actor_rollout_ref.exact, or lower data.max_prompt_length + data.max_response_length to {window}"
-        )
-    if config.needs_critic and path == trained["critic"]:
-        known = trust_remote_code or type(source) in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
-        problems.append(
-            None
-            if known
-            else f"transformers has no model of type {source.model_type} that gives each token a "
-            "value: choose another critic.model.path, or an estimator without a critic"
-        )
-    if quantised := getattr(source, "quantization_config", None):
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        problems.append(
-            f"its weights are stored quantised ({method}), which cannot be trained: write them in bfloat16 "
-            "first, of gpt-oss with transformers' Mxfp4Config(dequantize=True) and save_pretrained"
-        )
-    for role, size in config.sequence_parallel_sizes.items():
-        if trained[role] != path or size == 1:
-            continue
-        if source.get_text_config().model_type == "gpt_oss":
-            problems.append(
-                "its attention has sinks, which ranks that share heads do not divide: pass "
-                f"{FSDP_SECTIONS[role]}.ulysses_sequence_parallel_size=1"
-            )
-        if (heads := source.get_text_config().num_attention_heads) % size:
-            largest = max(
-                count for count in range(1, size) if heads % count == 0 and config.num_ranks % count == 0
-            )
-            problems.append(
-                f"{FSDP_SECTIONS[role]}.ulysses_sequence_parallel_size={size} must divide its {heads} "
-                f"attention heads: pass {largest}, and lengths whose part of a row then fits"
-            )
-    head, vocabulary = config.algorithm.rollout_correction.head_tokens, source.get_text_config().vocab_size
-    if path == policy.model.path and head > vocabulary:
-        problems.append(
-            f"algorithm.rollout_correction.score_centering.top_k={head} must be at most the {vocabulary} "
-            f"tokens of its vocabulary: pass top_k={vocabulary}"
-        )
-    return next((problem for problem in problems if problem is not None), None)
 
 
 def _model_source(path: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:

@@ -25,14 +25,10 @@ from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_next import Qwen3NextConfig
 
 from verl_rc.runtime.workers import attention
-from verl_rc.runtime.workers.attention import (
-    Branches,
-    PackedLayout,
-    Weighting,
-    attention_problem,
-    packed_sdpa,
-)
+from verl_rc.runtime.workers.attention import Weighting, packed_sdpa
+from verl_rc.runtime.workers.packed_layout import Branches, PackedLayout
 from verl_rc.runtime.workers.sinks import PackedKernel
+from verl_rc.runtime.workers.supported_models import attention_problem
 
 SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 0}
 

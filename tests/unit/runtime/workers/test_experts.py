@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, Qwen2MoeForCausalLM, Qwen3MoeForCausal
 
 from verl_rc.plan.memory import ModelShape
 from verl_rc.runtime.workers.experts import experts_problem, idle_share, num_experts
-from verl_rc.runtime.workers.language_model import unsupported_model
+from verl_rc.runtime.workers.supported_models import unsupported_model
 
 ADAPTERS = "actor_rollout_ref.model.lora_rank=2"
 REPLAY = "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from verl_rc.records.batches import TokenBatch
-from verl_rc.runtime.workers.language_model import load_causal_lm, unsupported_model
+from verl_rc.runtime.workers.language_model import load_causal_lm
 from verl_rc.runtime.workers.packing import PackedSequences, PrefixSharing
+from verl_rc.runtime.workers.supported_models import unsupported_model
 
 LENGTHS = [(3, 37), (20, 13), (1, 1), (20, 8), (20, 25)]
 """Tokens of prompts and responses; the three prompts of 20 are the same."""

@@ -8,9 +8,9 @@ from small_models import VOCABULARY, make_tokens, ragged
 from transformers import AutoModelForCausalLM
 
 from verl_rc.records.batches import TokenBatch, positions_mask
-from verl_rc.runtime.workers.attention import PackedLayout
 from verl_rc.runtime.workers.forward import ForwardOptions, packed_logits, score_tokens
 from verl_rc.runtime.workers.language_model import load_causal_lm
+from verl_rc.runtime.workers.packed_layout import PackedLayout
 
 PROMPTS, RESPONSES = [1, 6, 3, 4], [7, 2, 0, 5]
 

@@ -212,7 +212,7 @@ def test_an_update_reads_the_device_where_that_is_announced_and_nowhere_else(wor
     assert Counter(places) == {
         "runtime/workers/sharded_model.py:step": 2,
         "runtime/workers/micro_batches.py:metrics": 1,
-        "runtime/workers/attention.py:from_lengths": 2 * 4,
+        "runtime/workers/packed_layout.py:from_lengths": 2 * 4,
         "runtime/workers/packing.py:sharing_prefixes": 2 * 4,
     }
 

@@ -15,9 +15,9 @@ from transformers.models.qwen2 import modeling_qwen2
 
 from verl_rc.records.batches import TokenBatch, TokenScores, positions_mask
 from verl_rc.runtime.workers import packing
-from verl_rc.runtime.workers.attention import Branches
 from verl_rc.runtime.workers.forward import ForwardOptions, score_tokens, score_values
 from verl_rc.runtime.workers.language_model import load_causal_lm, load_value_model
+from verl_rc.runtime.workers.packed_layout import Branches
 from verl_rc.runtime.workers.packing import ComputedOnce, PackedSequences, PrefixSharing
 from verl_rc.runtime.workers.router_replay import RouterReplay
 
