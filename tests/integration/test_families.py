@@ -4,8 +4,8 @@ of weight."""
 from pathlib import Path
 
 import pytest
-from families import FAMILIES, FULL, model_of, move
-from small_engines import engine_of, largest_gap
+from families import FAMILIES, FULL, RECURRENT, model_of, move
+from small_engines import engine_of, largest_gap, sampled_log_probs
 from transformers import PreTrainedModel
 
 from verl_rc.runtime.weight_sync.sender import every_name
@@ -39,6 +39,30 @@ def test_every_kind_of_weight_reaches_the_engine(family: str, tied: bool, tmp_pa
             assert largest_gap(engine, model, PROMPTS) > 100 * ROUNDING, kind
             engine.call("load", dict(every_name(model)), version, "float32")
             assert largest_gap(engine, model, PROMPTS) < ROUNDING, kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", RECURRENT)
+def test_an_engine_in_bfloat16_is_as_far_as_rounding(family: str, tmp_path: Path) -> None:
+    """The trainer's own, of the weights that the engine has, before and after updates of each kind."""
+    if family == "qwen3_5_text":
+        pytest.importorskip("torchvision", reason="vLLM's class of Qwen3.5 imports it")
+    model = model_of(family)
+    half, weights = model_of(family).bfloat16(), dict(every_name(model))
+    with engine_of(model, tmp_path, dtype="bfloat16", enable_prefix_caching=False) as engine:
+        for version, (kind, names) in enumerate([("", []), *kinds(model).items()], 1):
+            move(model, 0.1, names)
+            for side in (half, model):  # the engine has no more digits
+                side.load_state_dict({name: value.bfloat16() for name, value in model.state_dict().items()})
+            if kind:
+                sampled, trained = sampled_log_probs(engine, [model], PROMPTS)
+                assert float((sampled - trained).abs().mean()) > 1e-3, kind
+            [receipt] = engine.call("load", weights, version)
+            assert (receipt.not_loaded, receipt.unread) == ([], [])
+            sampled, own, exact = sampled_log_probs(engine, [half, model], PROMPTS)
+            rounding = float((own - exact).abs().mean())
+            print(kind, float((sampled - exact).abs().mean()), float((sampled - own).abs().mean()), rounding)
+            assert float((sampled - exact).abs().mean()) < 1.5 * rounding, kind
 
 
 @pytest.mark.slow

@@ -72,6 +72,11 @@ _WITHOUT_MLP, _MLP_BYTES, _COPY_BYTES = 36, 9.3, 11
 each expert that gets a copy of the token. Measured likewise, of layers with 128 experts, between 16k and 98k
 tokens: 152 bytes where a token takes 8 of width 768, 94 to 100 where it takes 4, 112 with 4 of width 1,536.
 """
+_STATE_BYTES, _RECOMPUTED_STATE_BYTES = 95, 240
+"""For each unit of a recurrent layer's width of values, the same beside ``_ACTIVATION_BYTES`` and
+``_RECOMPUTED_BYTES``: what transformers' own implementation of a gated delta net saves for its backward pass,
+counted by hooks between widths of 1,024 and 4,096 (90 to 95), and 86 / 34 times as much. The kernels of
+flash-linear-attention keep less."""
 _MICRO_BATCH = "ppo_max_token_len_per_gpu (or ppo_micro_batch_size_per_gpu)"
 
 
@@ -97,6 +102,8 @@ class ModelShape:
     """Bytes per token and unit of width that a backward pass with checkpointing needs for one layer."""
     key_width: int = 0
     """Numbers of a token's keys and values in one layer."""
+    state_bytes: int = 0
+    """Bytes per token that a backward pass keeps for the recurrent layers, beside those for any layer."""
 
     @classmethod
     def from_model_folder(cls, path: str, trust_remote_code: bool = False) -> "ModelShape":
@@ -118,6 +125,7 @@ class ModelShape:
         linear = [part for part in model.modules() if isinstance(part, torch.nn.Linear) and part is not head]
         heads = text.num_attention_heads
         head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+        states = getattr(text, "linear_num_value_heads", 0) * getattr(text, "linear_value_head_dim", 0)
         experts = sum(weight.numel() for name, weight in model.named_parameters() if ".experts." in name)
         return cls(
             parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -128,8 +136,10 @@ class ModelShape:
             vocabulary=text.vocab_size,
             positions=getattr(text, "max_position_embeddings", None) or sys.maxsize,
             idle_parameters=round(experts * idle_share(config)),
-            recomputed_bytes=_recomputed_bytes(text) if experts else _RECOMPUTED_BYTES,
+            recomputed_bytes=(_recomputed_bytes(text) if experts else _RECOMPUTED_BYTES)
+            + _RECOMPUTED_STATE_BYTES * states / text.hidden_size,
             key_width=2 * (getattr(text, "num_key_value_heads", None) or heads) * head_size,
+            state_bytes=_STATE_BYTES * states * text.layer_types.count("linear_attention") if states else 0,
         )
 
 
@@ -238,7 +248,7 @@ def _update_bytes(
     longest, width = LongestRows.of(config, learner.role), _bytes(fsdp.dtype)
     tokens, rows = _micro_batch(update, longest)
     numbers = tokens * shape.width
-    activations = numbers * _ACTIVATION_BYTES * width // 2 * shape.layers
+    activations = numbers * _ACTIVATION_BYTES * width // 2 * shape.layers + tokens * shape.state_bytes
     is_recomputed = recomputes_activations(model if is_actor else config.critic.model, gpu_bytes is not None)
     if is_recomputed:
         recomputed = round(numbers * shape.recomputed_bytes * width / 2)

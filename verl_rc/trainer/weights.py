@@ -1,6 +1,7 @@
 """Publishing the actor's weights to the engines, replacing lost engines, and proving that they hold the
 weights."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -43,6 +44,8 @@ class Publisher:
         self.canary_gap_limit = state.canary_gap_limit
         """Limit of the mean gap of canary tokens, nats; None until the first canary calibrates it."""
         self._rollout = services.config.actor_rollout_ref.rollout
+        self._rounding = math.inf
+        """What rounding makes of the gap of canary tokens, where it was estimated."""
 
     def publish(
         self, version: int, record: StepRecord, canary: Literal["if due", "always", "never"] = "if due"
@@ -211,6 +214,11 @@ class Publisher:
         rows = torch.empty_like(distinct).scatter_(0, inverse, torch.arange(len(inverse)))
         tokens, limit = rollouts.tokens[rows], log_prob_limit(self._rollout)
         log_probs = services.actor.compute_log_probs(tokens, limit).result.log_probs[inverse]
+        if self.canary_gap_limit is None and services.gap_limit.is_estimated:
+            moved = services.actor.estimate_rounding(tokens, limit)
+            self._rounding = float(moved[rollouts.response_mask[rows]].mean())
+            record.add_records([Metric("sync/canary_rounding", self._rounding, Reduction.MAX)])
+        gap_limit = services.gap_limit.within(self._rounding)
         gaps = []
         nonfinite = 0
         parts = zip(log_probs.split(len(prompts)), rollouts.split(len(prompts)), strict=True)
@@ -222,7 +230,7 @@ class Publisher:
                 nonfinite += int(part.response_mask.sum())
                 continue
             nonfinite += gap.num_nonfinite
-            gap.require_at_most(services.gap_limit.fault(self.canary_gap_limit), source)
+            gap.require_at_most(gap_limit.fault(self.canary_gap_limit), source)
             gaps.append(gap)
         record.add_records([Metric("sync/canary_nonfinite_tokens", nonfinite, Reduction.SUM)])
         if not gaps:
@@ -235,13 +243,13 @@ class Publisher:
             record.add_records([Metric("sync/canary_own_experts_gap", gap.mean, Reduction.MAX)])
         largest = max(gaps, key=lambda gap: gap.mean)
         # The largest of the first gaps sets the limit of all engines.
-        self.canary_gap_limit = services.gap_limit.calibrate(largest, self.canary_gap_limit, "canary tokens")
+        self.canary_gap_limit = gap_limit.calibrate(largest, self.canary_gap_limit, "canary tokens")
         # New engines prove themselves too: a step may have canary tokens several times.
         gaps_of_step = {"mean": largest.mean, "max": max(gap.maximum for gap in gaps)}
         record.add_records(
             Metric(f"sync/canary_{name}_gap", gap, Reduction.MAX) for name, gap in gaps_of_step.items()
         )
-        usual = services.gap_limit.limit(self.canary_gap_limit)
+        usual = gap_limit.limit(self.canary_gap_limit)
         services.guards.act_on_canary_gap(largest.mean, usual, record, version)
 
     @cached_property

@@ -45,11 +45,15 @@ def start_small_engine(
 
 @contextmanager
 def engine_of(
-    model: PreTrainedModel, folder: Path, served: str = "loaded_engine:LoadedEngine"
+    model: PreTrainedModel,
+    folder: Path,
+    served: str = "loaded_engine:LoadedEngine",
+    dtype: str = "float32",
+    **arguments: Any,
 ) -> Iterator[ChildProcess]:
     """An engine of a model, which is written to ``folder``."""
     model.save_pretrained(folder)
-    engine = start_small_engine(folder, {}, served)
+    engine = start_small_engine(folder, arguments, served, dtype)
     try:
         yield engine
     finally:
@@ -58,13 +62,20 @@ def engine_of(
 
 def largest_gap(engine: ChildProcess, model: PreTrainedModel, prompts: Sequence[list[int]]) -> float:
     """Largest |log-ratio| of tokens that the engine samples, nats."""
+    sampled, of_model = sampled_log_probs(engine, [model], prompts)
+    return float((sampled - of_model).abs().max())
+
+
+def sampled_log_probs(
+    engine: ChildProcess, models: Sequence[PreTrainedModel], prompts: Sequence[list[int]]
+) -> list[torch.Tensor]:
+    """Log-probs of tokens that the engine samples: its own, and those of each model."""
     requests = [GenerationRequest(prompt, seed=row) for row, prompt in enumerate(prompts)]
     sampling = SamplingOptions(1.0, 1.0, -1, max_tokens=16, stop_token_ids=(), ignore_eos=True)
-    differences: list[torch.Tensor] = []
-    for prompt, sample in zip(prompts, engine.call("generate", requests, sampling), strict=True):
-        expected = log_probs(model, prompt, token_ids(sample.parts))
-        differences.append(torch.cat([part.log_probs for part in sample.parts]) - expected)
-    return float(torch.cat(differences).abs().max())
+    samples = engine.call("generate", requests, sampling)
+    of_engine = [part.log_probs for sample in samples for part in sample.parts]
+    rows = [(prompt, token_ids(sample.parts)) for prompt, sample in zip(prompts, samples, strict=True)]
+    return [torch.cat(of_engine), *(torch.cat([log_probs(model, *row) for row in rows]) for model in models)]
 
 
 def publish(sender: WeightSender, engine: ChildProcess, version: int, full: bool = True) -> list[LoadReceipt]:

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from verl_rc.records.batches import TokenBatch
+
 WINDOW = 8
 _SIZES: dict[str, Any] = {
     "vocab_size": 258,
@@ -30,6 +32,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**_ONE_OF_EACH, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
 }
 """Values of ``model_type``, with what their configuration has beside the sizes."""
+_WITH_STATE: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 128,  # vLLM has no smaller one on a CPU
+    "linear_value_head_dim": 128,
+}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**_WITH_STATE, **_EXPERTS, "shared_expert_intermediate_size": 64},
+    "qwen3_5_text": _WITH_STATE,
+}
+"""The same of families with recurrent layers, which engines compute in bfloat16 on a CPU."""
 FULL: dict[str, dict[str, Any]] = {
     "llama": {},
     "phi3": {},
@@ -46,7 +61,7 @@ FULL: dict[str, dict[str, Any]] = {
 
 def model_of(family: str, tied: bool = False, **further: Any) -> PreTrainedModel:
     """In float32, with biases, norms and gates that are not at their trivial first values."""
-    sizes = {**_SIZES, **(FAMILIES | FULL)[family], "tie_word_embeddings": tied, **further}
+    sizes = {**_SIZES, **(FAMILIES | RECURRENT | FULL)[family], "tie_word_embeddings": tied, **further}
     torch.manual_seed(1)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
     move(model, 0.2, [name for name, parameter in model.named_parameters() if parameter.ndim == 1])
@@ -59,3 +74,20 @@ def move(model: PreTrainedModel, size: float, names: list[str]) -> None:
     with torch.no_grad():
         for name in names:
             parameters[name].add_(size * torch.randn_like(parameters[name]))
+
+
+LENGTHS = [(3, 37), (20, 13), (1, 1), (20, 8), (20, 25)]
+"""Tokens of prompts and responses; the three prompts of 20 are the same."""
+
+
+def tokens() -> TokenBatch:
+    generator = torch.Generator().manual_seed(4)
+    prompts = torch.randint(3, 250, (len(LENGTHS), 20), generator=generator)
+    prompts[3], prompts[4] = prompts[1], prompts[1]
+    return TokenBatch(
+        prompts=prompts,
+        prompt_lengths=torch.tensor([prompt for prompt, _ in LENGTHS]),
+        responses=torch.randint(3, 250, (len(LENGTHS), 37), generator=generator),
+        response_lengths=torch.tensor([response for _, response in LENGTHS]),
+        batch_size=[len(LENGTHS)],
+    )

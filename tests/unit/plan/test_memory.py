@@ -5,11 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from fake_update import model_config
 from planned_runs import ON_8_GPUS, Given, config_of
 from small_models import VOCABULARY, write_small_model
 from small_runs import ROOT
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from verl_rc.config.load import load_run_config
 from verl_rc.config.verl.migration import arguments_of_script
@@ -379,6 +381,29 @@ def test_the_width_of_experts_is_that_of_an_mlp_where_it_has_no_name_of_its_own(
     MixtralConfig(**sizes, **heads, num_local_experts=4).save_pretrained(tmp_path)
     found = ModelShape.from_model_folder(str(tmp_path)).recomputed_bytes
     assert found == pytest.approx(36 + 2 * (11 + 9.3 * 1.5))
+
+
+@pytest.mark.parametrize("heads", [(1, 2), (4, 4)])
+def test_a_recurrent_layer_keeps_what_its_backward_pass_saves(heads: tuple[int, int], tmp_path: Path) -> None:
+    """Bytes of a token, of all tensors that autograd saves in a layer in bfloat16."""
+    sizes = {"linear_num_key_heads": heads[0], "linear_num_value_heads": heads[1], "hidden_size": 512}
+    config = Qwen3_5TextConfig(**sizes, num_hidden_layers=4, vocab_size=VOCABULARY)
+    config.save_pretrained(tmp_path)
+    layer, saved = Qwen3_5GatedDeltaNet(config, 0).bfloat16(), dict[int, int]()
+    weights = {weight.untyped_storage().data_ptr() for weight in layer.parameters()}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        keep.append(tensor)
+        if (storage := tensor.untyped_storage()).data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    keep = list[torch.Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        layer(torch.randn(1, 256, 512, dtype=torch.bfloat16, requires_grad=True))
+    layers = config.layer_types.count("linear_attention")
+    found = ModelShape.from_model_folder(str(tmp_path)).state_bytes
+    assert found == pytest.approx(layers * sum(saved.values()) / 256, rel=0.1)
 
 
 def test_gradients_take_what_was_measured_at_7b() -> None:

@@ -250,10 +250,12 @@ def minus_one(tokens: TokenBatch) -> torch.Tensor:
 
 
 def publisher_of(
-    answers: list[list[Sample]], log_probs: Callable[[TokenBatch], torch.Tensor] = minus_one
+    answers: list[list[Sample]],
+    log_probs: Callable[[TokenBatch], torch.Tensor] = minus_one,
+    rounding: float = 1.0,
 ) -> weights.Publisher:
     """Of engines in bfloat16 that answer each canary prompt with these samples; ``log_probs`` are the
-    trainer's."""
+    trainer's, and ``rounding`` what it takes for rounding's part of them."""
     run = Mock(gap_limit=GapLimit.for_precision("bfloat16"))
     run.config.actor_rollout_ref.exact = False
     run.config.actor_rollout_ref.rollout.enable_rollout_routing_replay = False
@@ -261,6 +263,7 @@ def publisher_of(
     run.actor.compute_log_probs.side_effect = lambda tokens, _: Timed(
         TokenScores(log_probs(tokens), None), 0.0
     )
+    run.actor.estimate_rounding.side_effect = lambda tokens, _: torch.full(tokens.responses.shape, rounding)
     run.engines.generate_on_each = lambda *_: answers
     run.transport.deliver.return_value = None, None
     run.transport.manifest.num_bytes, run.transport.manifest.tensors = 1, ()
@@ -276,10 +279,10 @@ def publish(publisher: weights.Publisher, num_prompts: int = 1) -> None:
         publisher.publish(1, StepRecord(), canary="always")
 
 
-def judged(*gaps: float) -> tuple[float | None, Mock]:
+def judged(*gaps: float, rounding: float = 1.0) -> tuple[float | None, Mock]:
     """The limit that the first canary tokens of engines set, and what became of alerts; log-probs of the
     trainer are -1."""
-    publisher = publisher_of([[sample(0, [5, 6], 1, -1.0 - gap)] for gap in gaps])
+    publisher = publisher_of([[sample(0, [5, 6], 1, -1.0 - gap)] for gap in gaps], rounding=rounding)
     publish(publisher)
     return publisher.canary_gap_limit, publisher._services.guards.act_on_canary_gap
 
@@ -309,6 +312,18 @@ def test_a_first_gap_that_nobody_has_measured_is_one_to_be_alerted_of() -> None:
     assert usual == 0.06
     limit, act = judged(0.04, 0.05)
     assert limit == act.call_args.args[1] == pytest.approx(4 * 0.05)
+
+
+def test_a_first_gap_above_what_rounding_makes_in_this_model_calibrates_nothing() -> None:
+    """Four times what rounding makes is called rounding, and forty times is a fault, where other models have
+    up to 0.06 nats."""
+    limit, act = judged(0.0035, rounding=0.001)
+    assert limit == act.call_args.args[1] == pytest.approx(0.014, rel=1e-4)  # four times the first gap
+    limit, act = judged(0.03, rounding=0.001)
+    assert limit is None
+    assert act.call_args.args[:2] == pytest.approx((0.03, 0.004))
+    with pytest.raises(SyncProofError, match=r"must be at most 0\.04 nats for this engine, it is 0\.064"):
+        judged(0.064, rounding=0.001)
 
 
 def test_tokens_without_finite_log_probs_say_nothing_of_weights() -> None:

@@ -395,6 +395,27 @@ def _large_from_the_start(run: RunData) -> list[Statement]:
     ]
 
 
+def _beyond_the_models_rounding(run: RunData) -> list[Statement]:
+    """Row 20 for the first steps, where the trainer estimated what rounding makes in this model."""
+    gap, rounding = run.get(GAP), run.get("sync/canary_rounding")
+    if not gap or not rounding or _oldest(run) > 0:
+        return []
+    first, makes = min(gap.values[:_FEWEST_AT_START]), rounding.values[0]
+    if first <= BOUNDS.far_above_floor * makes:
+        return []
+    return [
+        cause_statement(
+            table.BEYOND_ROUNDING,
+            {"gap": first, "rounding": makes},
+            sentence="The gap was {gap:.4f} nats per token (mean |log-ratio|) from the first step on, where "
+            f"rounding makes {{rounding:.4f}} in this model: {_SOMETHING_ELSE}",
+            next_test=table.LARGE.next_test,
+            confidence="possible",
+            steps=(gap.steps[0], gap.steps[-1]),
+        )
+    ]
+
+
 def _beyond_rounding(run: RunData) -> list[Statement]:
     """Row 20 where the mean gap is larger than rounding makes, whatever it was at the start.
 
@@ -498,7 +519,8 @@ def _size_statement(run: RunData) -> Statement:
     )
     if worst is not None and (len(grown) == len(measures) or worst.level == "fault"):
         return worst
-    return next(iter(_beyond_rounding(run)), None) or _rounding_statement(*measures[0])
+    beyond = [*_beyond_the_models_rounding(run), *_beyond_rounding(run)]
+    return beyond[0] if beyond else _rounding_statement(*measures[0])
 
 
 def _grown(evidence: dict[str, float], unit: str, steps: tuple[int, int]) -> Statement:

@@ -1,5 +1,6 @@
 """Time and memory: seconds per stage, milliseconds per token, throughput, and what each weight sync sent."""
 
+from verl_rc.metrics.bounds import BOUNDS
 from verl_rc.metrics.catalog.spec import MetricSpec
 from verl_rc.metrics.splits import STAGES
 
@@ -85,6 +86,13 @@ SYNC = (
         "sync/canary_mean_gap",
         "nats",
         "maximum over engines of the mean over generated canary tokens of |trainer − rollout log-prob|",
+    ),
+    MetricSpec(
+        "sync/canary_rounding",
+        "nats",
+        "mean over generated canary tokens of how far rounding in the less precise one of engine and trainer "
+        "moves a log-prob, estimated by the trainer; at the start, in bfloat16 and float16. A first gap of "
+        f"more than {BOUNDS.far_above_floor:g} times it is an alert",
     ),
     MetricSpec(
         "sync/canary_own_experts_gap",

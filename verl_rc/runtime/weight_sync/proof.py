@@ -1,7 +1,7 @@
 """Proof that the engines hold the trainer's weights: receipts of updates, log-prob gaps of sampled tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -139,13 +139,16 @@ class GapLimit:
     """``sync_proof.gap_limit``, nats. None means that the limit is calibrated."""
     fault_factor: float = 1.0
     """A gap above this multiple of a calibrated limit is a fault; a gap between the two is an alert."""
+    is_estimated: bool = False
+    """Whether rounding in this precision can be estimated for the model, see ``within``."""
 
     @classmethod
     def for_precision(cls, precision: str, fixed: float | None = None) -> "GapLimit":
         """``precision``: a key of the table of plausible gaps."""
         # In float32 only a fault widens the gap. In other precisions training widens it, too, and samples of
         # few tokens scatter.
-        return cls(_PLAUSIBLE_MEAN_GAP[precision], fixed, 1.0 if precision == "float32" else _FAULT_FACTOR)
+        factor = 1.0 if precision == "float32" else _FAULT_FACTOR
+        return cls(_PLAUSIBLE_MEAN_GAP[precision], fixed, factor, precision in ("float16", "bfloat16"))
 
     @classmethod
     def from_config(cls, rollout: RolloutConfig, actor: ActorConfig) -> "GapLimit":
@@ -153,6 +156,11 @@ class GapLimit:
         trainer_dtype = torch_name(actor.fsdp_config.dtype)
         precision = least_precise(rollout.dtype, rollout.quantization, rollout.kv_cache_dtype, trainer_dtype)
         return cls.for_precision(precision, rollout.sync_proof.gap_limit)
+
+    def within(self, rounding: float) -> "GapLimit":
+        """The limit for a model whose log-probs rounding moves by a mean of ``rounding`` nats: a larger gap
+        is not called plausible, whatever other models have."""
+        return replace(self, plausible=min(self.plausible, BOUNDS.far_above_floor * rounding))
 
     def limit(self, calibrated: float | None) -> float:
         """The largest usual mean gap, nats; ``calibrated`` is None before the first plausible gap."""

@@ -21,6 +21,7 @@ from verl_rc.runtime.distributed.fsdp import cut_parameters
 from verl_rc.runtime.distributed.process_group import DeviceMesh
 from verl_rc.runtime.exact.trainer import exact_scores, use_engine_operations
 from verl_rc.runtime.workers.attention import PACKED_ATTENTION
+from verl_rc.runtime.workers.recurrence import separate_sequences
 from verl_rc.runtime.workers.scoring_head import add_scoring
 
 _NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -56,7 +57,7 @@ def load_causal_lm(
     with _reading_shards(mesh) as sharding:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(source, **arguments, **sharding)
     precision = None if head_dtype is None else torch_dtype(head_dtype)
-    model = _with_checkpointing(model, gradient_checkpointing)
+    model = separate_sequences(_with_checkpointing(model, gradient_checkpointing))
     if exact_dtype is None:
         return add_scoring(model, precision)
     return add_scoring(use_engine_operations(model, exact_dtype), precision, exact_scores)
@@ -94,7 +95,7 @@ def load_value_model(
     if any(name.startswith("score.") for name in loading["missing_keys"]):
         for parameter in head.parameters():
             nn.init.zeros_(parameter)
-    return _with_checkpointing(model, gradient_checkpointing)
+    return separate_sequences(_with_checkpointing(model, gradient_checkpointing))
 
 
 @contextmanager

@@ -96,6 +96,28 @@ class PackedLayout:
     branches: Branches | None = None
     """Sequences that share their beginning. None if all are whole."""
 
+    @cached_property
+    def sequences(self) -> "list[SequenceGrid]":
+        """All sequences from their first tokens on, those in one grid whose lengths differ by less than a
+        factor of two."""
+        own, tokens = self.boundaries.diff().long(), torch.arange(len(self.grid_index))
+        lengths, tokens = own, tokens.to(own.device)
+        if self.branches is not None:
+            lengths = torch.cat([lengths, self.branches.lengths])
+            own = torch.cat([own, self.branches.own_lengths])
+            tokens = torch.cat([tokens, self.branches.keys])
+        begins, sizes = lengths.cumsum(0) - lengths, lengths.double().log2().floor()
+
+        def grid(rows: Tensor) -> SequenceGrid:
+            length = lengths[rows, None]
+            steps = torch.arange(int(length.max()), device=tokens.device)
+            positions = tokens[(begins[rows, None] + steps).where(steps < length, 0)]
+            is_own = (steps < length) & (steps >= length - own[rows, None])
+            places = is_own.flatten().nonzero()[:, 0]
+            return SequenceGrid(positions, places, positions.flatten()[places])
+
+        return [grid((sizes == size).nonzero()[:, 0]) for size in sizes.unique()]
+
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
@@ -113,3 +135,15 @@ class PackedLayout:
         return cls(
             rows * max_length + positions, positions, boundaries.int(), num_sequences, max_length, ranks
         )
+
+
+@dataclass(frozen=True)
+class SequenceGrid:
+    """Some sequences, padded on the right to the longest."""
+
+    tokens: Tensor
+    """int64 ``[S, W]``: packed positions; 0 on padding."""
+    own: Tensor
+    """int64: places in the flat ``[S * W]`` of the tokens that are not those of another sequence."""
+    own_tokens: Tensor
+    """int64: their packed positions."""

@@ -48,6 +48,7 @@ from verl_rc.runtime.workers.micro_batches import (
     select_sequences,
 )
 from verl_rc.runtime.workers.packing import PrefixSharing
+from verl_rc.runtime.workers.rounding import rounding_of_log_probs
 from verl_rc.runtime.workers.router_replay import RouterReplay
 from verl_rc.runtime.workers.sharded_model import FrozenModel, Learner, LearningModel
 from verl_rc.runtime.workers.updates import ActorReport, UpdateRequest
@@ -115,6 +116,7 @@ class PolicyWorker(Learner):
         rollout = config.actor_rollout_ref.rollout
         module = self.model.module
         self._weights = engine_weights(module, model_config)
+        self._unit = max(torch.finfo(torch_dtype(name)).eps for name in (rollout.dtype, fsdp.dtype))
         self._rounding = EngineRounding(
             torch_dtype(rollout.dtype), rollout.quantization, linear_weights(module)
         )
@@ -134,6 +136,20 @@ class PolicyWorker(Learner):
         with self.model.in_use() as module:
             module.eval()
             return score_sequences(tokens, micro_batches, self._scores, self._device)
+
+    def estimate_rounding(
+        self, tokens: Ragged[TokenBatch], micro_batches: Sequence[Sequence[int]]
+    ) -> list[Column]:
+        """How far rounding moves the log-prob of each response token, nats, in the less precise one of engine
+        and trainer."""
+        with self.model.in_use() as module:
+            module.eval()
+            return score_sequences(
+                tokens,
+                micro_batches,
+                lambda part: [rounding_of_log_probs(module, part, self._forward, self._unit)],
+                self._device,
+            )
 
     def compute_reference_log_probs(
         self, tokens: Ragged[TokenBatch], micro_batches: Sequence[Sequence[int]]

@@ -40,6 +40,10 @@ class ActorGroup(RankGroup):
         scores = self.score("compute_log_probs", tokens.without("head"), limit)
         return scores.map(lambda columns: TokenScores(*columns))
 
+    def estimate_rounding(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Tensor:
+        """How far rounding moves the log-probs ``[B, R]`` of all rows, nats."""
+        return self.score_one("estimate_rounding", tokens.without("experts", "head"), limit).result
+
     def compute_reference_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[Tensor]:
         """Log-probs ``[B, R]`` of all rows with LoRA adapters switched off."""
         return self.score_one("compute_reference_log_probs", tokens.without("experts", "head"), limit)

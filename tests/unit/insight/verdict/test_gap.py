@@ -442,6 +442,19 @@ def test_row_20_a_mean_gap_that_rounding_cannot_make(settings, bound, entropy, p
     assert only(gap_statements(planted({"sync/rollout_gap_mean": once} | noise, settings))).row == 11
 
 
+@pytest.mark.parametrize(("gap", "row"), [(0.0039, 11), (0.0041, 20)])
+def test_row_20_a_mean_gap_that_rounding_does_not_make_in_this_model(gap, row):
+    """Four times what the trainer estimated at the start."""
+    run = {"sync/rollout_gap_mean": [gap] * STEPS, "sync/canary_rounding": [0.001, *[math.nan] * (STEPS - 1)]}
+    found = only(gap_statements(planted(run)))
+    assert found.row == row
+    old = only(gap_statements(planted(run | {"async/token_age/mean": [1.0] * STEPS})))
+    assert old.row == 11
+    if row == 20:
+        assert "0.0041 nats per token" in found.text
+        assert "rounding makes 0.0010 in this model" in found.text
+
+
 def test_row_20_a_mean_gap_of_old_samples_is_a_notice_that_names_their_age():
     gap = {"sync/rollout_gap_mean": [0.3] * STEPS, "async/token_age/mean": [1.0] * STEPS}
     found = only(gap_statements(planted(gap, PRECISIONS[0][0])))

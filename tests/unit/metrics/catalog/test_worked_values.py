@@ -1148,7 +1148,10 @@ def weights_on_their_way():
 
 
 def judged_canaries(
-    actor: Any, *answers: list[list[Sample]], overrides: tuple[str, ...] = ()
+    actor: Any,
+    *answers: list[list[Sample]],
+    overrides: tuple[str, ...] = (),
+    limit: GapLimit | None = None,
 ) -> dict[str, float]:
     """The metrics of a step in which engines generate these, one publication after the other."""
     left = list(answers)
@@ -1158,7 +1161,7 @@ def judged_canaries(
         engines=SimpleNamespace(generate_on_each=lambda *_: left.pop(0)),
         actor=actor,
         tokenizer=SimpleNamespace(pad_token_id=0),
-        gap_limit=GapLimit.for_precision("float32", fixed=0.75),
+        gap_limit=limit or GapLimit.for_precision("float32", fixed=0.75),
         guards=Mock(),
     )
     record = StepRecord()
@@ -1184,6 +1187,27 @@ def canary_tokens_of_two_engines():
         "sync/canary_mean_gap": 1 / 2,
         "sync/canary_max_gap": 1,
         "sync/canary_nonfinite_tokens": 3,
+    }
+
+
+@example
+def canary_tokens_in_bfloat16():
+    """Gaps of 1/2 and 1/4; rounding moves the first of the two tokens by 1/8, and the second by 3/8. Only
+    the first publication asks for it."""
+    actor = SimpleNamespace(
+        compute_log_probs=lambda tokens, _: Timed(
+            SimpleNamespace(log_probs=torch.full(tokens.responses.shape, -1.0)), 0.0
+        ),
+        estimate_rounding=Mock(side_effect=[torch.tensor([[1 / 8, 3 / 8]])]),
+    )
+    answers = [[[made_sample(0, [5, 6], 1, [-1.5, -1.25])]]] * 2
+    return judged_canaries(
+        actor, *answers, limit=replace(GapLimit.for_precision("bfloat16"), plausible=1.0)
+    ), {
+        "sync/canary_mean_gap": 3 / 8,
+        "sync/canary_max_gap": 1 / 2,
+        "sync/canary_nonfinite_tokens": 0,
+        "sync/canary_rounding": 1 / 4,
     }
 
 

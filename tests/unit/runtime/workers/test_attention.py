@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 from transformers import Qwen2Config
+from transformers.models.bamba import BambaConfig
 from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.gpt_oss import GptOssConfig
@@ -23,6 +24,7 @@ from transformers.models.olmo3 import Olmo3Config
 from transformers.models.phi3 import Phi3Config
 from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_next import Qwen3NextConfig
+from transformers.models.recurrent_gemma import RecurrentGemmaConfig
 
 from verl_rc.runtime.workers import attention
 from verl_rc.runtime.workers.attention import Weighting, packed_sdpa
@@ -51,7 +53,9 @@ SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4096, "
         (Gemma3TextConfig(sliding_window=512), 1024, None),
         (Olmo3Config(), 8192, None),
         (GptOssConfig(), 256, None),
-        (Qwen3NextConfig(), 64, "linear_attention"),
+        (Qwen3NextConfig(), 64, None),
+        (BambaConfig(), 64, "layers of kind linear_attention"),
+        (RecurrentGemmaConfig(), 64, "recurrent layers of recurrent_gemma"),
     ],
     ids=lambda value: type(value).__name__ if hasattr(value, "model_type") else str(value),
 )

@@ -1,35 +1,21 @@
-"""Families whose layers look back within a window: packed rows are what transformers computes row by row."""
+"""Families whose layers look back within a window or have a state: packed rows are what transformers computes
+row by row."""
 
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES, WINDOW, model_of
+from families import FAMILIES, LENGTHS, RECURRENT, WINDOW, model_of, tokens
 from small_models import small_run_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from verl_rc.records.batches import TokenBatch
+from verl_rc.runtime.workers import language_model
+from verl_rc.runtime.workers.forward import packed_logits
 from verl_rc.runtime.workers.language_model import load_causal_lm
 from verl_rc.runtime.workers.packing import PackedSequences, PrefixSharing
 from verl_rc.runtime.workers.supported_models import unsupported_model
-
-LENGTHS = [(3, 37), (20, 13), (1, 1), (20, 8), (20, 25)]
-"""Tokens of prompts and responses; the three prompts of 20 are the same."""
-
-
-def tokens() -> TokenBatch:
-    generator = torch.Generator().manual_seed(4)
-    prompts = torch.randint(3, 250, (len(LENGTHS), 20), generator=generator)
-    prompts[3], prompts[4] = prompts[1], prompts[1]
-    return TokenBatch(
-        prompts=prompts,
-        prompt_lengths=torch.tensor([prompt for prompt, _ in LENGTHS]),
-        responses=torch.randint(3, 250, (len(LENGTHS), 37), generator=generator),
-        response_lengths=torch.tensor([response for _, response in LENGTHS]),
-        batch_size=[len(LENGTHS)],
-    )
 
 
 def row_by_row(model: nn.Module) -> Tensor:
@@ -57,7 +43,7 @@ def gradients(model: nn.Module, logits: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("remove_padding", "shares"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT])
 def test_packed_rows_are_those_of_transformers(
     family: str, remove_padding: bool, shares: bool, tmp_path: Path
 ) -> None:
@@ -80,6 +66,33 @@ def test_another_window_is_seen(window: int, shares: bool, tmp_path: Path) -> No
     assert (found - expected).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_state_that_leaks_into_the_next_row_is_seen(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(language_model, "separate_sequences", lambda model: model)
+    expected = row_by_row(model_of(family)).log_softmax(-1)
+    model_of(family).save_pretrained(tmp_path)
+    found = packed(load_causal_lm(str(tmp_path), torch.float32), True, False).log_softmax(-1)
+    assert (found - expected).abs().max() > 0.1
+
+
+def test_a_row_is_the_same_bits_beside_another_neighbour(tmp_path: Path) -> None:
+    model_of("qwen3_5_text").save_pretrained(tmp_path)
+    model, ids = load_causal_lm(str(tmp_path), torch.float32), torch.arange(3, 39)
+    others = ids.clone()
+    others[:20] += 100
+    one, other = (packed_logits(model, tokens, [20, 16])[20:] for tokens in (ids, others))
+    assert torch.equal(one, other)
+
+
+ON_CPU = ["actor_rollout_ref.rollout.dtype=bfloat16", "actor_rollout_ref.rollout.enable_prefix_caching=False"]
+ULYSSES = [
+    "trainer.n_gpus_per_node=2",
+    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2",
+]
+
+
 @pytest.mark.parametrize(
     ("family", "overrides", "said"),
     [
@@ -91,13 +104,17 @@ def test_another_window_is_seen(window: int, shares: bool, tmp_path: Path) -> No
         ("gemma3_text", [], None),
         ("gpt_oss", [], None),
         ("gpt_oss", ["actor_rollout_ref.exact=True"], "exact mode does not cover"),
+        ("gpt_oss", ULYSSES, "has .* sinks, .* pass actor_.*fsdp_config.ulysses_sequence_parallel_size=1"),
+        ("qwen3_next", ON_CPU, None),
+        ("qwen3_next", [], "bfloat16 alone on a CPU, got .*dtype=float32: pass .*dtype=bfloat16"),
+        ("qwen3_5_text", ON_CPU[:1], "pass actor_rollout_ref.rollout.enable_prefix_caching=False"),
+        ("qwen3_next", [*ON_CPU, *ULYSSES], "a recurrent state, .*ulysses_sequence_parallel_size=1"),
+        ("qwen3_5_text", ["actor_rollout_ref.exact=True"], "which exact mode does not cover"),
+        ("qwen3_5_text", [*ON_CPU, "critic.enable=True"], "no model of type qwen3_5_text"),
         (
-            "gpt_oss",
-            [
-                "trainer.n_gpus_per_node=2",
-                "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2",
-            ],
-            "has sinks, .* pass actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1",
+            "qwen3_5_text",
+            ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora.merge=False"],
+            "recurrent layers, beside which adapters .*merge=True",
         ),
     ],
 )
