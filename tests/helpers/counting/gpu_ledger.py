@@ -212,6 +212,10 @@ class LedgerActor(LedgerRank, PolicyWorker):
         log_probs = log_probs_of(torch.tensor(tokens.columns["responses"]), 0.0).numpy()
         return [log_probs, np.ones_like(log_probs)]
 
+    def estimate_rounding(self, tokens: Ragged[TokenBatch], micro_batches: Any) -> list[Column]:
+        self.forward(tokens)
+        return [np.ones(len(tokens.columns["responses"]), np.float32)]
+
     def update(self, batch: Ragged[TrainBatch], mini_batches: Sequence[Any], request: Any) -> ActorReport:
         self.model.learn()
         planned = [mini.num_loss_tokens for mini in mini_batches]

@@ -61,7 +61,12 @@ FULL: dict[str, dict[str, Any]] = {
 
 def model_of(family: str, tied: bool = False, **further: Any) -> PreTrainedModel:
     """In float32, with biases, norms and gates that are not at their trivial first values."""
-    sizes = {**_SIZES, **(FAMILIES | RECURRENT | FULL)[family], "tie_word_embeddings": tied, **further}
+    sizes = {
+        **_SIZES,
+        **(FAMILIES | RECURRENT | FULL).get(family, {}),
+        "tie_word_embeddings": tied,
+        **further,
+    }
     torch.manual_seed(1)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
     move(model, 0.2, [name for name, parameter in model.named_parameters() if parameter.ndim == 1])

@@ -2,7 +2,13 @@
 
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
 
 from verl_rc.config.models import model_source
 from verl_rc.config.run import FSDP_SECTIONS, RunConfig
@@ -35,6 +41,7 @@ def unsupported_model(config: RunConfig, path: str, trust_remote_code: bool) -> 
     ]
     if "actor" in roles:
         problems += [_exact_problem(config, source), _head_problem(config, source)]
+        problems.append(_buffers_problem(config, source))
         problems.append(_state_problem(config) if has_state(source) else None)
     if "critic" in roles and config.needs_critic and not trust_remote_code:
         problems.append(_critic_problem(source))
@@ -88,6 +95,22 @@ def _head_problem(config: RunConfig, source: Any) -> str | None:
     return (
         f"algorithm.rollout_correction.score_centering.top_k={head} must be at most the {vocabulary} "
         f"tokens of its vocabulary: pass top_k={vocabulary}"
+    )
+
+
+def _buffers_problem(config: RunConfig, source: Any) -> str | None:
+    if config.actor_rollout_ref.rollout.load_format != "dummy":
+        return None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            source, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code
+        )
+    buffers = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
+    if not buffers:
+        return None
+    return (
+        f"updates send its weights alone, and it has buffers too ({min(buffers)}): pass "
+        "actor_rollout_ref.rollout.load_format=auto, with which engines read them"
     )
 
 
@@ -155,6 +178,12 @@ def attention_problem(config: Any, longest: int) -> str | None:
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(text, cap, None) is not None:
             return f"its logits are soft-capped ({cap}={getattr(text, cap):g}), which is not built"
+    for size, part in (
+        ("num_kv_shared_layers", "keys of other layers"),
+        ("hidden_size_per_layer_input", "embeddings of their own"),
+    ):
+        if getattr(text, size, None):
+            return f"it has layers with {part} ({size}={getattr(text, size)}), which are not built"
     if unsupported:
         return f"it has layers of kind {', '.join(sorted(unsupported))}, which are not built"
     if has_state(config) and text.model_type not in _WITH_STATE:

@@ -17,8 +17,10 @@ from transformers import Qwen2Config
 from transformers.models.bamba import BambaConfig
 from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gemma3 import Gemma3TextConfig
+from transformers.models.gemma4 import Gemma4TextConfig
 from transformers.models.gpt_oss import GptOssConfig
 from transformers.models.llama import LlamaConfig
+from transformers.models.llama4 import Llama4TextConfig
 from transformers.models.mistral import MistralConfig
 from transformers.models.olmo3 import Olmo3Config
 from transformers.models.phi3 import Phi3Config
@@ -54,6 +56,9 @@ SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4096, "
         (Olmo3Config(), 8192, None),
         (GptOssConfig(), 256, None),
         (Qwen3NextConfig(), 64, None),
+        (Gemma4TextConfig(num_kv_shared_layers=2), 64, "keys of other layers .num_kv_shared_layers=2."),
+        (Gemma4TextConfig(num_kv_shared_layers=0), 64, "embeddings of their own .*_per_layer_input=256."),
+        (Llama4TextConfig(), 64, "layers of kind chunked_attention"),
         (BambaConfig(), 64, "layers of kind linear_attention"),
         (RecurrentGemmaConfig(), 64, "recurrent layers of recurrent_gemma"),
     ],

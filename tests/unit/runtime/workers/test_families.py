@@ -125,6 +125,18 @@ def test_what_is_refused(family: str, overrides: list[str], said: str | None, tm
     assert problem is None if said is None else re.search(said, problem or "")
 
 
+@pytest.mark.parametrize(("load_format", "is_refused"), [("auto", False), ("dummy", True)])
+def test_buffers_that_no_update_sends_are_read_by_the_engine(
+    load_format: str, is_refused: bool, tmp_path: Path
+) -> None:
+    sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 1}
+    model_of("glm4_moe", **sizes, topk_group=1, first_k_dense_replace=1).config.save_pretrained(tmp_path)
+    config = small_run_config(tmp_path, f"actor_rollout_ref.rollout.load_format={load_format}")
+    problem = unsupported_model(config, str(tmp_path), trust_remote_code=False)
+    assert (problem is not None) == is_refused
+    assert "layers.1.mlp.gate.e_score_correction_bias): pass" in (problem or "") or not is_refused
+
+
 def test_weights_that_are_stored_quantised_are_refused(tmp_path: Path) -> None:
     """As those of the published gpt-oss are."""
     config = model_of("gpt_oss").config
