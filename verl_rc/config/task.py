@@ -7,6 +7,8 @@ from typing_extensions import Self
 
 from verl_rc.config.schema import NoneOrMore, OneOrMore, StrictModel, UserPath, follows
 
+PixelLimits = dict[Literal["min_pixels", "max_pixels"], int]
+
 
 class CustomDatasetConfig(StrictModel):
     """``data.custom_cls.*``: a class of your own that reads the data."""
@@ -32,6 +34,11 @@ class DataConfig(StrictModel):
     """A class of your own that reads ``train_files`` and ``val_files``."""
     prompt_key: str = "prompt"
     """Column that holds the chat messages."""
+    image_key: str = "images"
+    """Column that holds the pictures of a prompt, for models that read some: a list of bytes, paths or
+    ``{"bytes", "path"}``. The prompt's text has ``<image>`` in the place of each."""
+    mm_processor_kwargs: PixelLimits = {}
+    """Fewest and most pixels of a picture after it is resized; those of the model where not given."""
     train_batch_size: int = Field(1024, ge=1)
     """Prompts per training step."""
     gen_batch_size: int = follows("data.train_batch_size", ge=1)

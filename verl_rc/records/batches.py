@@ -29,6 +29,7 @@ FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "responses": (torch.int64, "BR"),
     "response_lengths": (torch.int64, "B"),
     "restarts": (torch.bool, "BR"),
+    "pictures": (torch.int64, "B"),
     "support_counts": (torch.int64, "BR"),
     "support_ids": (torch.int32, "BK"),
     "experts_counts": (torch.int64, "BR"),
@@ -110,6 +111,9 @@ class TokenBatch(TensorClass):
     restarts: Tensor | None = None
     """bool ``[B, R]``: response tokens that begin another conversation, whose tokens see none of those
     before. None: no row of the batch has one."""
+    pictures: Tensor | None = None
+    """int64 ``[B]``: numbers of the pictures of each prompt, see ``verl_rc.records.pictures``; 0 for none.
+    None: no row of the batch has one."""
     support_counts: Tensor | None = None
     """int64 ``[B, R]``: size of the support, the tokens that the engine's filter left, at each token that
     the policy produced; 0 where it is not recorded, and for all other tokens. There with

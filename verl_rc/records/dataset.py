@@ -9,6 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from verl_rc.config.task import DataConfig
 from verl_rc.records.episode import Message, Opening
+from verl_rc.records.image_reader import ImageReader, with_pictures
+from verl_rc.records.pictures import Pictures
 from verl_rc.records.records import CustomRecords, Record, RecordFile, VerifiersRecords, check_messages
 from verl_rc.records.tokenize import encode_prompt
 
@@ -226,6 +229,8 @@ class PromptRow:
     """Name of its environment. None means that of the run, if there is one."""
     opening: Opening | None = None
     """The opening of the environment, which ``prompt_token_ids`` encode. None means ``messages``."""
+    pictures: Pictures | None = None
+    """Its pictures, in the order of their placeholders. None if it has none."""
 
     @property
     def prompt(self) -> Sequence[Message]:
@@ -257,9 +262,16 @@ class PromptDataset(Dataset[PromptRow]):
     """The prompts of some files, tokenised on access."""
 
     def __init__(
-        self, files: Sequence[str], tokenizer: Any, config: DataConfig, max_samples: int = -1
+        self,
+        files: Sequence[str],
+        tokenizer: Any,
+        config: DataConfig,
+        max_samples: int = -1,
+        reader: ImageReader | None = None,
     ) -> None:
         """Read ``files``, at least one, or let ``data.custom_cls`` read them, choose rows, filter.
+
+        ``reader``: the model's. None if it reads no pictures.
 
         Raises ``ValueError`` naming the file, column or row that is wrong, or the class that cannot be
         loaded.
@@ -268,17 +280,16 @@ class PromptDataset(Dataset[PromptRow]):
         if config.custom_cls.path is not None:
             self._files = [CustomRecords(config, files, tokenizer)]
         else:
-            self._files = [_record_file(path, config.prompt_key) for path in files]
+            self._files = [_record_file(path, config, reader) for path in files]
         self._ends = list(itertools.accumulate(len(file) for file in self._files))
         self._tokenizer = tokenizer
+        self._reader = reader
         self._config = config
         seed = config.seed if config.shuffle else None
         self._row_indices = select_rows(self._ends[-1], max_samples, seed)
         limit = config.max_prompt_length
         if config.filter_overlong_prompts:
-            self._row_indices = [
-                row for row in self._row_indices if len(self._encode(*self._record(row))[1]) <= limit
-            ]
+            self._row_indices = [row for row in self._row_indices if len(self._encode(row)[1]) <= limit]
         if not self._row_indices:
             raise ValueError(
                 f"data.max_prompt_length={limit} must leave at least one prompt of "
@@ -332,11 +343,12 @@ class PromptDataset(Dataset[PromptRow]):
     def describe_lengths(self, at_most: int = 1000) -> str:
         """One line with the lengths of ``at_most`` prompts. Raises ``ValueError`` when one is too long for
         the options."""
-        rows = [self._record(self._row_indices[index]) for index in evenly_spread(len(self), at_most)]
-        token_ids = [(self._encode(*row)[1], row[1]) for row in rows]
-        for ids, location in token_ids:
-            fit_prompt(ids, self._config, location)
-        lengths = [len(ids) for ids, _ in token_ids]
+        rows = [self._row_indices[index] for index in evenly_spread(len(self), at_most)]
+        lengths = []
+        for row in rows:
+            _, token_ids, pictures = self._encode(row)
+            self._fit(token_ids, pictures, self._record(row)[1])
+            lengths.append(len(token_ids))
         return describe_lengths(lengths, len(self), self._config.max_prompt_length)
 
     def row(self, row_index: int) -> PromptRow:
@@ -354,11 +366,12 @@ class PromptDataset(Dataset[PromptRow]):
         row_index = self._row_indices[index]
         record, location = self._record(row_index)
         _check_record(record, location)
-        messages, token_ids = self._encode(record, location)
+        messages, token_ids, pictures = self._encode(row_index)
         return PromptRow(
             row_index=row_index,
-            prompt_token_ids=fit_prompt(token_ids, self._config, location),
+            prompt_token_ids=self._fit(token_ids, pictures, location),
             messages=messages,
+            pictures=pictures,
             data_source=str(record["data_source"]),
             ground_truth=record["reward_model"]["ground_truth"],
             extra_info=record.get("extra_info") or {},
@@ -372,19 +385,35 @@ class PromptDataset(Dataset[PromptRow]):
         file_row = row_index - (self._ends[number] - len(file))
         return file[file_row], f"row {file_row} of {file.path}"
 
-    def _encode(self, record: Record, location: str) -> tuple[list[dict[str, Any]], list[int]]:
-        """A record's messages and their token ids, untruncated."""
+    def _encode(self, row_index: int) -> tuple[list[dict[str, Any]], list[int], Pictures | None]:
+        """A row's messages, their token ids, untruncated, and its pictures."""
+        record, location = self._record(row_index)
         messages = check_messages(record[self._config.prompt_key], self._config.prompt_key, location)
+        arguments = self._config.apply_chat_template_kwargs
+        file = self._files[bisect.bisect_right(self._ends, row_index)]
         try:
-            return messages, encode_prompt(self._tokenizer, messages, self._config.apply_chat_template_kwargs)
+            images = record.get(self._config.image_key)
+            marked, pictures = with_pictures(messages, images, self._reader, Path(file.path).parent)
+            token_ids = encode_prompt(self._tokenizer, marked, arguments)
+            if pictures is not None and self._reader is not None:
+                token_ids = self._reader.expand(token_ids, pictures)
+            return messages, token_ids, pictures
         except ValueError as error:
             raise ValueError(f"{location}: {error}") from error
 
+    def _fit(self, token_ids: list[int], pictures: Pictures | None, location: str) -> list[int]:
+        """See ``fit_prompt``. Of a prompt with pictures nothing is cut."""
+        config = self._config if pictures is None else self._config.model_copy(update={"truncation": "error"})
+        return fit_prompt(token_ids, config, location)
 
-def _record_file(path: str, prompt_key: str) -> RecordFile | VerifiersRecords:
-    """A data file, all of whose rows are well-formed. Raises ``ValueError`` naming the first that is not."""
+
+def _record_file(path: str, config: DataConfig, reader: ImageReader | None) -> RecordFile | VerifiersRecords:
+    """A data file, all of whose rows are well-formed. Raises ``ValueError`` naming the first that is not, or
+    that has pictures where there is no ``reader``."""
+    prompt_key = config.prompt_key
     required = (prompt_key, "data_source", "reward_model")
-    optional = ("extra_info", "agent_name", *VerifiersRecords.COLUMNS)
+    pictures = () if reader is None else (config.image_key,)
+    optional = ("extra_info", "agent_name", *pictures, *VerifiersRecords.COLUMNS)
     file = RecordFile(path, (), [*required, *optional], messages=prompt_key)
     rows: RecordFile | VerifiersRecords = file
     if VerifiersRecords.fits(file):
@@ -449,13 +478,13 @@ class PromptLoader(DataLoader[PromptRow]):
     batch_sampler: EpochBatches
 
 
-def build_train_loader(config: DataConfig, tokenizer: Any) -> PromptLoader:
+def build_train_loader(config: DataConfig, tokenizer: Any, reader: ImageReader | None = None) -> PromptLoader:
     """Build a loader of batches of ``config.gen_batch_size`` prompts; an iteration is an epoch, without an
     incomplete batch.
 
     ``PromptStream`` knows its position. Raises ``ValueError`` for invalid data.
     """
-    dataset = PromptDataset(config.train_files, tokenizer, config, config.train_max_samples)
+    dataset = PromptDataset(config.train_files, tokenizer, config, config.train_max_samples, reader)
     if len(dataset) < config.gen_batch_size:
         key = "train_batch_size" if config.gen_batch_size == config.train_batch_size else "gen_batch_size"
         raise ValueError(
@@ -477,12 +506,14 @@ def _batches(dataset: PromptDataset, config: DataConfig) -> EpochBatches:
     return MixedBatches(dataset.file_sizes(), config.train_weights, *order)
 
 
-def build_validation_rows(config: DataConfig, tokenizer: Any) -> list[PromptRow]:
+def build_validation_rows(
+    config: DataConfig, tokenizer: Any, reader: ImageReader | None = None
+) -> list[PromptRow]:
     """All validation prompts in the order of the files, or ``val_max_samples`` of them, none without
     ``val_files``; ``ValueError`` for invalid data."""
     if not config.val_files:
         return []
-    dataset = PromptDataset(config.val_files, tokenizer, config, config.val_max_samples)
+    dataset = PromptDataset(config.val_files, tokenizer, config, config.val_max_samples, reader)
     return [dataset[index] for index in range(len(dataset))]
 
 

@@ -241,6 +241,7 @@ def _plain_sample(sample: GroupSample) -> dict[str, Any]:
         "finished": sample.response.finished,
         "replies": [asdict(reply) for reply in sample.response.replies],
         "state": sample.response.state,
+        "pictures": sample.response.pictures,
     }
 
 
@@ -270,6 +271,7 @@ def _group(plain: dict[str, Any], row: PromptRow, turn: Callable[..., Part | Ans
                 sample["finished"],
                 [_reply(reply) for reply in sample["replies"]],
                 sample["state"],
+                pictures=sample.get("pictures", 0),
             ),
             sample["ended"],
         )

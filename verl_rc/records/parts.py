@@ -85,6 +85,8 @@ class Sample:
     """State of the environment after the last reply."""
     engine: int | None = None
     """Number of the engine. None if the run has one, or the sample comes from a checkpoint."""
+    pictures: int = 0
+    """Number of the pictures that the engine read, see ``Pictures``; 0 for none."""
 
     @property
     def tool_calls(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.records.batches import COLUMNS, FIELDS, CriticBatch, TokenBatch, TrainBatch
+from verl_rc.records.pictures import Pictures
 
 Record = TypeVar("Record", bound=TokenBatch | TrainBatch | CriticBatch)
 Column: TypeAlias = np.ndarray[Any, Any]
@@ -29,6 +30,8 @@ class Ragged(Generic[Record]):
     lengths: Mapping[str, Column]
     """int64 ``[B]`` by the symbols of ``FIELDS``: the number of values of each row in columns of this shape.
     """
+    pictures: tuple[Pictures, ...] = ()
+    """Those whose numbers are in the column ``pictures``: they are known in a process that has this."""
 
     @classmethod
     def from_record(cls, record: Record, rows: Sequence[int]) -> "Ragged[Record]":
@@ -58,7 +61,8 @@ class Ragged(Generic[Record]):
                         else _without_padding(values.numpy(), rows, own_lengths, symbols)
                     )
                 columns[name] = arrays[id(values)]
-        return cls(type(record), columns, lengths)
+        numbers = set() if tokens.pictures is None else set(tokens.pictures[index].tolist()) - {0}
+        return cls(type(record), columns, lengths, tuple(map(Pictures.known, sorted(numbers))))
 
     def padded(self, rows: Sequence[int]) -> Record:
         """``rows`` as a record, in this order, padded with 0 to the longest of them."""

@@ -48,7 +48,7 @@ class RecordFile:
             raise ValueError(
                 f"a data file must have at least one row, but {path} has none. Remove it from the list."
             )
-        for name in [name for name in self.columns if name in UNREAD]:
+        for name in [name for name in self.columns if name in UNREAD and name not in optional_columns]:
             for row, value in enumerate(self.column(name)):
                 refuse_unread({name: value}, f"row {row} of {path}")
         selection = list(

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from verl_rc.records.batches import FIELDS, RolloutBatch, TokenBatch, left_padded
 from verl_rc.records.fingerprints import fingerprints_of_samples
 from verl_rc.records.parts import UNKNOWN, Part, Sample, columns_of, num_tokens, num_turns
+from verl_rc.records.pictures import Pictures
 
 
 def build_rollout_batch(
@@ -21,11 +22,13 @@ def build_rollout_batch(
     *,
     with_tools: bool = False,
     turn_rewards: Sequence[Sequence[float]] | None = None,
+    pictures: Sequence[Pictures | None] = (),
 ) -> RolloutBatch:
     """Join ``B`` prompts (token ids) with their samples, in the same order, padded to the longest of each.
 
     ``response_mask`` leaves out the tokens of tools' answers. The columns about tools are None unless the run
     has tools. ``turn_rewards`` are the rewards of each sample's turns, in order; turns without one count 0.
+    ``pictures`` are those of the prompts; none of them are in the batch where a run has none.
     Raises ``ValueError`` when counts differ, or a log-prob of a sampled token is positive.
     """
     rows = len(samples)
@@ -63,6 +66,9 @@ def build_rollout_batch(
         responses=responses,
         response_lengths=torch.tensor(lengths, dtype=torch.int64),
         restarts=restarts if bool(restarts.any()) else None,
+        pictures=torch.tensor([0 if one is None else one.number for one in pictures])
+        if any(pictures)
+        else None,
         **_columns(samples, shape),
         batch_size=[rows],
     )

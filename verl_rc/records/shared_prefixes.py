@@ -21,11 +21,14 @@ def find_prefixes(rows: Sequence[Column]) -> SharedPrefixes:
     return SharedPrefixes.worthwhile(order, common, [len(row) for row in rows])
 
 
-def token_entries(ids: Column, experts: Column | None = None) -> Column:
-    """uint8 ``[L, bytes]``, equal for tokens that are computed alike: their ids, and what ``experts`` (uint8
-    ``[L, X]``) says of theirs."""
+def token_entries(ids: Column, experts: Column | None = None, pictures: Column | None = None) -> Column:
+    """uint8 ``[L, bytes]``, equal for tokens that are computed alike: their ids, what ``experts`` (uint8
+    ``[L, X]``) says of theirs, and the ``pictures`` (int64 ``[L]``, numbers) of their rows."""
+    beside = [] if experts is None else [experts]
+    if pictures is not None:
+        beside.append(np.ascontiguousarray(pictures).view(np.uint8).reshape(len(ids), 8))
     entries = np.ascontiguousarray(ids, np.int32).view(np.uint8).reshape(len(ids), 4)
-    return entries if experts is None else np.hstack([entries, experts])
+    return np.hstack([entries, *beside]) if beside else entries
 
 
 def prefixes_of_rows(tokens: TokenBatch, replays: bool) -> SharedPrefixes:
@@ -46,7 +49,8 @@ def prefixes_of_rows(tokens: TokenBatch, replays: bool) -> SharedPrefixes:
         if restarts is not None and restarts[row, :response].any():
             response = int(restarts[row].argmax())
         ids = np.concatenate([prompts[row, len(prompts[row]) - prompt :], responses[row, :response]])
-        rows.append(token_entries(ids))
+        numbers = None if tokens.pictures is None else np.full(len(ids), int(tokens.pictures[row]))
+        rows.append(token_entries(ids, pictures=numbers))
     return find_prefixes(rows)
 
 

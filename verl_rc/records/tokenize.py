@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, Pre
 
 from verl_rc.config.models import model_source
 from verl_rc.records.episode import Opening
+from verl_rc.records.image_reader import ImageReader, with_pictures
+from verl_rc.records.pictures import Pictures
 from verl_rc.records.records import RecordFile, check_messages
 from verl_rc.records.special_tokens import SpecialTokens
 
@@ -368,6 +370,8 @@ class WorkedExample:
     prompt_token_ids: list[int]
     answer_token_ids: list[int]
     """Token ids of the answer, its EOS token, and the chat template's text after it."""
+    pictures: Pictures | None = None
+    """Those of the prompt. None if it has none."""
 
     @property
     def num_tokens(self) -> int:
@@ -376,10 +380,15 @@ class WorkedExample:
 
 
 def read_worked_examples(
-    files: Sequence[str], messages_key: str, tokenizer: Any, max_length: int
+    files: Sequence[str],
+    messages_key: str,
+    tokenizer: Any,
+    max_length: int,
+    image_key: str = "images",
+    reader: ImageReader | None = None,
 ) -> list[WorkedExample]:
     """Read the examples of data files whose column ``messages_key`` holds chat messages that end with the
-    assistant's.
+    assistant's. ``reader`` reads the pictures of column ``image_key``. None if the model reads none.
 
     Raises ``ValueError`` naming the file or row when a file or column is missing, a conversation does not end
     with the assistant, the chat template does not continue the prompt, or an example is longer than
@@ -387,15 +396,29 @@ def read_worked_examples(
     """
     examples = []
     for path in files:
-        file = RecordFile(path, [messages_key], messages=messages_key)
+        pictures_key = [] if reader is None else [image_key]
+        file = RecordFile(path, [messages_key], pictures_key, messages=messages_key)
         for index, record in enumerate(file):
             location = f"row {index} of {path}"
             messages = check_messages(record[messages_key], messages_key, location)
-            examples.append(_encode(messages, tokenizer, max_length, location))
+            try:
+                messages, pictures = with_pictures(messages, record.get(image_key), reader, Path(path).parent)
+                example = _encode(messages, tokenizer, location)
+                if pictures is not None and reader is not None:
+                    prompt = reader.expand(example.prompt_token_ids, pictures)
+                    example = WorkedExample(prompt, example.answer_token_ids, pictures)
+            except ValueError as error:
+                raise ValueError(f"{location}: {error}") from error
+            if example.num_tokens > max_length:
+                raise ValueError(
+                    f"an example must have at most data.max_length={max_length} tokens, got "
+                    f"{example.num_tokens} in {location}. Raise the limit or remove the row."
+                )
+            examples.append(example)
     return examples
 
 
-def _encode(messages: list[dict[str, Any]], tokenizer: Any, max_length: int, location: str) -> WorkedExample:
+def _encode(messages: list[dict[str, Any]], tokenizer: Any, location: str) -> WorkedExample:
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise ValueError(
             "a worked example must have a question and end with an assistant message, got the roles "
@@ -417,11 +440,6 @@ def _encode(messages: list[dict[str, Any]], tokenizer: Any, max_length: int, loc
             f"the chat template must render the whole answer, but in {location} it makes "
             f"{text.removeprefix(prompt_text)!r} of {messages[-1]['content']!r}. Change the tokenizer's chat "
             "template (such as one that cuts thinking off), or the answer."
-        )
-    if len(token_ids) > max_length:
-        raise ValueError(
-            f"an example must have at most data.max_length={max_length} tokens, got {len(token_ids)} in "
-            f"{location}. Raise the limit or remove the row."
         )
     return WorkedExample(prompt, token_ids[len(prompt) :])
 

@@ -10,9 +10,11 @@ import torch
 from small_models import make_train_batch
 
 from verl_rc.records.batches import FIELDS, CriticBatch, TokenBatch, TrainBatch
+from verl_rc.records.pictures import Pictures
 from verl_rc.records.ragged import Ragged, rows_of
 
 LENGTHS = [7, 2, 5, 0, 1, 6]
+PICTURES = Pictures([b"one"]), Pictures([b"two", b"three"])
 ROWS = [4, 3, 1]
 """Of prompts of 5, 4 and 2 tokens and responses of 1, 0 and 2."""
 
@@ -33,6 +35,7 @@ def full_batch() -> TrainBatch:
     batch.policy_versions = torch.where(mask, 3, 0)
     batch.scores = torch.arange(6.0)
     batch.engines = torch.arange(6) % 2
+    batch.tokens.pictures = torch.tensor([PICTURES[row % 2].number for row in range(6)])
     batch.tokens.restarts = mask & (torch.arange(7) % 2 == 1)
     batch.tokens.support_counts = torch.where(mask, torch.arange(7) % 3, 0)
     sizes = batch.tokens.support_counts.sum(-1, keepdim=True)

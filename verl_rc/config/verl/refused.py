@@ -39,7 +39,10 @@ _MEGATRON_LORA = (
 )
 _QAT = "training for quantised weights is not built; drop it"
 _GLOBAL_BATCH = "it counts rows of all ranks; write {section}.{key}_per_gpu=<that number / ranks>"
-IMAGES = "images, video and audio are not supported; train on text, and drop it"
+IMAGES = (
+    "images, video and audio are not read from there (a model with a vision tower reads the pictures of the "
+    "column data.image_key); drop it"
+)
 """verl's own names of their columns may be given: a file that has such a column is refused."""
 
 _FSDP_LEAVES = {
@@ -249,7 +252,6 @@ _ROLLOUT_LEAVES = {
     "moe_load_balance_metrics_interval": Refusal("it is not built; write 0", (0,)),
     "prometheus": Refusal("metrics go where trainer.logger says; write enable=False", _OFF, switch="enable"),
     "quantization_config_file": Refusal("write rollout.quantization=<method>", _NOTHING),
-    "limit_images": Refusal(IMAGES, _NOTHING),
     "mtp": Refusal(_MTP, _OFF, switch="enable"),
     "qat": Refusal(_QAT, (*_OFF, {}), switch="enable"),
     "profiler": Refusal(_PROFILER, _OFF, switch="enable"),
@@ -274,12 +276,10 @@ _DATA_LEAVES = {
     "return_full_prompt": Refusal(
         "samples and their prompts are in trainer.rollout_data_dir; write that", _OFF
     ),
-    "image_key": Refusal(IMAGES, ("images", None)),
     "video_key": Refusal(IMAGES, ("videos", None)),
     "audio_key": Refusal(IMAGES, ("audios", None)),
-    "image_patch_size": Refusal(IMAGES, (14,)),
-    "return_multi_modal_inputs": Refusal(IMAGES, _EITHER),
-    "mm_processor_kwargs": Refusal(IMAGES, _NOTHING),
+    "image_patch_size": Refusal("the model's own image processor knows it; drop it", (14, 16, None)),
+    "return_multi_modal_inputs": Refusal("pictures travel as encoded bytes, always; drop it", _EITHER),
     "validation_shuffle": Refusal(
         "validation takes its prompts in the order of the files; write False", _OFF
     ),
@@ -398,7 +398,6 @@ _OTHER_LEAVES = {
         "a reference has no gradients; drop it", _EITHER
     ),
     f"{_REF}.checkpoint.async_save": Refusal("a reference never changes and is not saved; drop it", _EITHER),
-    f"{_ACTOR}.freeze_vision_tower": Refusal(IMAGES, _OFF),
     f"{_ACTOR}.calculate_entropy": Refusal(
         "entropy is always measured, before the first update or, where the actor corrects, during the "
         "updates; drop it",
