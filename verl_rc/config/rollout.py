@@ -290,6 +290,9 @@ class RolloutConfig(StrictModel):
     """Maximum tokens of one engine iteration."""
     enable_chunked_prefill: bool = True
     """Split long prefills and mix them with decoding. Without effect on a CPU."""
+    limit_images: int | None = Field(None, ge=1)
+    """Most pictures of a prompt, of a model that reads some, for which an engine has room; null: as many as
+    fit."""
     enable_prefix_caching: bool = True
     """Reuse the KV cache of shared prefixes, which a weight update empties."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")

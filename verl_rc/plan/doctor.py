@@ -30,6 +30,7 @@ from verl_rc.records.dataset import (
     evenly_spread,
     require_ground_truths,
 )
+from verl_rc.records.image_reader import ImageReader
 from verl_rc.records.tokenize import encode_prompt, load_tokenizer
 from verl_rc.runtime.rollout.chat_template import check_chat_template
 from verl_rc.runtime.workers.reward_pool import RewardPool
@@ -214,7 +215,8 @@ def _read_prompts(
     """Lengths of ``SAMPLED_PROMPTS`` prompts in tokens, the number of all prompts, the first rows, and the
     location of a row that lacks the ground truth that its built-in scorer needs."""
     unlimited = {"max_prompt_length": sys.maxsize, "filter_overlong_prompts": False}
-    dataset = PromptDataset(files, tokenizer, config.data.model_copy(update=unlimited))
+    reader = ImageReader.of(config.actor_rollout_ref.model.path, config.data.mm_processor_kwargs)
+    dataset = PromptDataset(files, tokenizer, config.data.model_copy(update=unlimited), reader=reader)
     rows = [dataset[index] for index in evenly_spread(len(dataset), SAMPLED_PROMPTS)]
     lengths = [len(row.prompt_token_ids) for row in rows]
     without = dataset.without_ground_truth() if config.reward.uses_built_in_scorers else None

@@ -97,6 +97,7 @@ def _sample_in_batches(services: Services, replace_lost: EngineReplacer, step: i
                 }
             ),
             episode=_episode(services.config, row, index) if rollout.converses else None,
+            pictures=row.pictures,
         )
         for index, row in enumerate(rows)
     ]
@@ -112,6 +113,7 @@ def _sample_in_batches(services: Services, replace_lost: EngineReplacer, step: i
         samples,
         services.tokenizer.pad_token_id,
         with_tools=rollout.converses,
+        pictures=[row.pictures for row in rows],
     )
     check_versions(rollouts, expected_version=step)
     responses = [token_ids(sample.parts) for sample in samples]

@@ -32,6 +32,7 @@ from verl_rc.records.dataset import (
     describe_lengths,
     require_ground_truths,
 )
+from verl_rc.records.image_reader import ImageReader
 from verl_rc.records.stop_tokens import stop_token_ids
 from verl_rc.records.tokenize import load_tokenizer, require_same_vocabulary
 from verl_rc.records.unread import unread_arguments
@@ -99,11 +100,11 @@ def open_run(
         imports = engines.prepare(options)
         with log_wait("data and tokenizer"), _as_config_errors():
             _check_models(config)
-            tokenizer = _load_tokenizer(config)
+            tokenizer, reader = _load_tokenizer(config)
             data, openings = _with_environment(config, hosts, tokenizer)
-            loader = build_train_loader(data, tokenizer)
+            loader = build_train_loader(data, tokenizer, reader)
             validation_rows = open_for_validation(
-                build_validation_rows(data, tokenizer), openings, config.trainer.seed
+                build_validation_rows(data, tokenizer, reader), openings, config.trainer.seed
             )
             prompts = PromptStream(loader, None if resumed is None else state.prompts)
             _describe_prompts(loader.dataset, validation_rows, data.max_prompt_length)
@@ -197,8 +198,11 @@ def _check_models(config: RunConfig) -> None:
             raise ConfigError(f"{path} cannot be trained: {problem}. Or take another model.")
 
 
-def _load_tokenizer(config: RunConfig) -> Any:
-    """The policy's tokenizer. Raises ``ValueError`` when it cannot be read, or the teacher has another."""
+def _load_tokenizer(config: RunConfig) -> tuple[Any, ImageReader | None]:
+    """The policy's tokenizer, and its reader of pictures if it reads some.
+
+    Raises ``ValueError`` when one cannot be read, or the teacher has another tokenizer.
+    """
     model = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model.path, config.data.trust_remote_code)
     given = config.data.apply_chat_template_kwargs
@@ -208,7 +212,7 @@ def _load_tokenizer(config: RunConfig) -> Any:
     if "teacher" in config.frozen_policies:
         teacher = config.frozen_policies["teacher"]
         require_same_vocabulary(tokenizer, teacher.model_path, model.trust_remote_code)
-    return tokenizer
+    return tokenizer, ImageReader.of(model.path, config.data.mm_processor_kwargs)
 
 
 def _with_environment(

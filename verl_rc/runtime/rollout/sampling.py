@@ -8,6 +8,7 @@ from typing import Any
 from verl_rc.config.rollout import RolloutConfig, ValKwargsConfig
 from verl_rc.records.episode import Episode
 from verl_rc.records.parts import Answer, Part, Sample, last_turn, num_answers, num_tokens
+from verl_rc.records.pictures import Pictures
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class GenerationRequest:
     """The partial response that this request continues; its number has no meaning."""
     episode: Episode | None = None
     """The episode whose environment answers the turns. None if there is no environment."""
+    pictures: Pictures | None = None
+    """Those of the prompt, whose placeholders it has. None if it has none."""
 
     def limit(self, options: SamplingOptions) -> int:
         """Limit of the whole response, tokens, including those of the environment."""

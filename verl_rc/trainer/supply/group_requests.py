@@ -60,6 +60,7 @@ class GroupRequests:
                     0 if is_greedy else sample_seed(self._seed, group, sample.index),
                     so_far=sample.response,
                     episode=self._episode(group, sample) if self._converses else None,
+                    pictures=group.row.pictures,
                 )
                 for group, sample in samples
             ]

@@ -208,6 +208,7 @@ def join_groups(services: Services, groups: Sequence[Group]) -> ScoredBatch:
         services.tokenizer.pad_token_id,
         with_tools=rollout.converses,
         turn_rewards=_turn_rewards(episodes) if rewards_turns else None,
+        pictures=[group.row.pictures for group in sampled for _ in group.samples],
     )
     if not config.async_training.is_synchronous:  # engines are compared with each other by samples of one age
         rollouts.engines = None

@@ -5,9 +5,13 @@ from typing import Any, ClassVar, Literal
 
 from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, RolloutConfig
 from verl_rc.config.run import RunConfig
+from verl_rc.config.task import PixelLimits
+from verl_rc.records.image_reader import reads_pictures
 from verl_rc.runtime.rollout.environment_host import Hosts
 from verl_rc.runtime.rollout.sampling import ConversationOptions
 
+_VLLM_LIMIT = 999
+"""vLLM's own limit of pictures in a prompt."""
 OnUpdate = Literal["finish", "recompute", "keep"]
 """Effect of a weight update on running samples: it waits for their end; or they continue with the new
 weights, with their KV cache recomputed, or with the KV cache of the old weights. Samples with priority always
@@ -38,6 +42,8 @@ class VllmOptions:
     """Environment or tools that answer turns. None without them."""
     exact: bool = False
     """Whether the engine computes with the operations of exact mode."""
+    pixel_limits: PixelLimits | None = None
+    """``data.mm_processor_kwargs`` of a model that reads pictures. None for others."""
     adapter_rank: int = 0
     """Rank of the LoRA adapter that the engine applies beside its weights; 0 means that adapters come
     merged."""
@@ -51,6 +57,7 @@ class VllmOptions:
 def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -> VllmOptions:
     """The options of a run's engines; see ``rollout.engine``."""
     rollout = config.actor_rollout_ref.rollout
+    with_pictures = reads_pictures(config.actor_rollout_ref.model.path)
     arguments: dict[str, Any] = {
         "load_format": rollout.load_format,
         "quantization": rollout.quantization,
@@ -66,6 +73,7 @@ def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -
         "trust_remote_code": config.actor_rollout_ref.model.trust_remote_code,
         "skip_tokenizer_init": True,
         **_memory_arguments(rollout, device, config.actor_rollout_ref.hybrid_engine),
+        **(_picture_arguments(rollout.limit_images) if with_pictures else {}),
         **rollout.engine_kwargs.vllm,
     }
     # Always set: the model's config.json could name another precision for the engine alone.
@@ -91,6 +99,7 @@ def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -
         max_concurrent=config.async_training.max_concurrent_rollouts,
         conversation=_conversation_options(config, hosts),
         exact=config.actor_rollout_ref.exact,
+        pixel_limits=config.data.mm_processor_kwargs if with_pictures else None,
         adapter_rank=config.actor_rollout_ref.model.adapter_rank,
     )
 
@@ -106,6 +115,17 @@ def _conversation_options(config: RunConfig, hosts: Hosts | None) -> Conversatio
         data.apply_chat_template_kwargs,
         hosts,
     )
+
+
+def _picture_arguments(limit: int | None) -> dict[str, Any]:
+    """Arguments of an engine whose requests come with the pixels of their pictures."""
+    return {
+        "limit_mm_per_prompt": {"image": limit or _VLLM_LIMIT, "video": 0},
+        # By default the tower would normalise pixels, and again those that are normalised.
+        "mm_device_do_normalize": False,
+        "mm_processor_cache_gb": 0,  # pixels are made here
+        "skip_tokenizer_init": False,  # vLLM builds the model's processor, which needs it
+    }
 
 
 def _memory_arguments(rollout: RolloutConfig, device: str, shares_devices: bool) -> dict[str, Any]:

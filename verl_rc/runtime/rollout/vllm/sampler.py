@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm import SamplingParams
@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 
+from verl_rc.records.image_reader import ImageReader
 from verl_rc.records.parts import UNKNOWN, Part, Sample, context, num_since_sampled, num_tokens
 from verl_rc.runtime.rollout.conversation import AnsweredSample, Conversations
 from verl_rc.runtime.rollout.engine import EngineFacts, MemoryTag
@@ -23,6 +24,7 @@ from verl_rc.runtime.rollout.vllm.fp8_products import require_fp8_cache
 from verl_rc.runtime.rollout.vllm.llm import build_llm
 from verl_rc.runtime.rollout.vllm.options import VllmOptions
 from verl_rc.runtime.rollout.vllm.output import expert_lists, parts_of_output
+from verl_rc.runtime.rollout.vllm.picture_input import picture_input
 from verl_rc.runtime.rollout.vllm.process_cleanup import unlink_shared_memory
 from verl_rc.runtime.rollout.vllm.supports import supports
 from verl_rc.runtime.rollout.vllm.top_tokens import ReportedTokens
@@ -61,6 +63,8 @@ class VllmSampler:
         self._conversations = (
             None if options.conversation is None else Conversations.from_options(options.conversation)
         )
+        limits = options.pixel_limits
+        self._images = None if limits is None else ImageReader(options.model_path, limits)
         self._llm = build_llm(
             options,
             # vLLM's default is raw_logprobs, from before temperature, top-k and top-p. A ratio needs the
@@ -92,8 +96,13 @@ class VllmSampler:
         if options.records_experts:
             num_unrecorded = num_since_sampled(request.prompt_token_ids, so_far.parts)
             parameters.routed_experts_prompt_start = len(token_ids) - num_unrecorded
+        given = tokens_input(token_ids, cache_salt=salt)
+        if request.pictures is not None:
+            assert self._images is not None
+            given = picture_input(self._images, token_ids, request.pictures, self.version, salt)
+            opened.sample = replace(so_far, pictures=request.pictures.number)
         internal_id = self._llm.llm_engine.add_request(
-            str(opened.key), tokens_input(token_ids, cache_salt=salt), parameters, lora_request=self._adapter
+            str(opened.key), given, parameters, lora_request=self._adapter
         )
         opened.decoding = _Decoding(internal_id, self.version, parameters.logprobs or 0, num_unrecorded)
         return None
