@@ -211,6 +211,8 @@ class ActorConfig(RatioOptions):
     """Estimator of the KL term. With a ``+`` its gradient is that of k2, which is the gradient of the KL."""
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     """Choice of the policy loss."""
+    freeze_vision_tower: bool = True
+    """Train no weight of the tower that makes tokens of pictures, in a model that has one."""
     optim: OptimConfig = OptimConfig()
     """Optimizer."""
     fsdp_config: LearnerFsdpConfig = LearnerFsdpConfig()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel
 
 from verl_rc.config.models import (
     FsdpConfig,
@@ -22,7 +22,7 @@ from verl_rc.config.run import FSDP_SECTIONS, RunConfig
 from verl_rc.config.schema import with_value
 from verl_rc.plan.run_plan.schedule import LongestRows, UpdateArithmetic, plan_arithmetic
 from verl_rc.runtime.workers.experts import idle_share
-from verl_rc.runtime.workers.language_model import torch_dtype
+from verl_rc.runtime.workers.language_model import language_model_class, torch_dtype
 from verl_rc.tensor_ops.logprobs import logits_at_once
 
 MIB = 1 << 20
@@ -115,7 +115,8 @@ class ModelShape:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             try:
-                model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+                auto = language_model_class(config)
+                model = auto.from_config(config, trust_remote_code=trust_remote_code)
             except ValueError:  # many reward models are no language models
                 model = AutoModel.from_config(config, trust_remote_code=trust_remote_code)
         text = config.get_text_config()

@@ -1,6 +1,7 @@
 """One forward pass over prompts and responses, packed or padded: log-probs, entropies or values of all
 response tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_rc.records.batches import TokenBatch, TokenScores, positions_mask, real_rows
+from verl_rc.records.pictures import Pictures
 from verl_rc.runtime.distributed.sequence_parallel import SequenceParallel
 from verl_rc.runtime.workers.packing import PackedSequences, PrefixSharing, packed_inputs
 from verl_rc.runtime.workers.router_replay import RouterReplay
@@ -16,16 +18,20 @@ from verl_rc.tensor_ops import ScoreOptions
 
 
 def packed_logits(
-    model: nn.Module, token_ids: Tensor, lengths: Tensor | list[int], keep: Tensor | None = None
+    model: nn.Module,
+    token_ids: Tensor,
+    lengths: Tensor | list[int],
+    keep: Tensor | None = None,
+    pictures: Sequence[Pictures | None] = (),
 ) -> Tensor:
     """Logits (or, of a value model, values) of packed sequences: ``[N, V]``, or with ``keep`` ``[K, V]``.
 
     ``token_ids`` and ``lengths`` are those of ``packed_inputs``; ``keep`` (int64 ``[K]``) are packed
-    positions.
+    positions. ``pictures`` are those of each sequence; none if no sequence has one.
     """
     # transformers' logits_to_keep takes positions: no logits are computed for prompts.
     selection = {} if keep is None else {"logits_to_keep": keep}
-    logits: Tensor = model(**packed_inputs(token_ids, lengths), **selection).logits
+    logits: Tensor = model(**packed_inputs(token_ids, lengths, pictures), **selection).logits
     return logits[0]
 
 

@@ -11,18 +11,22 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForTokenClassification,
     PreTrainedModel,
 )
 from transformers.distributed import DistributedConfig
 
 from verl_rc.config.models import model_source, torch_name
+from verl_rc.config.task import PixelLimits
+from verl_rc.records.image_reader import VISION_FAMILIES, ImageReader
 from verl_rc.runtime.distributed.fsdp import cut_parameters
 from verl_rc.runtime.distributed.process_group import DeviceMesh
 from verl_rc.runtime.exact.trainer import exact_scores, use_engine_operations
 from verl_rc.runtime.workers.attention import PACKED_ATTENTION
 from verl_rc.runtime.workers.recurrence import separate_sequences
 from verl_rc.runtime.workers.scoring_head import add_scoring
+from verl_rc.runtime.workers.vision import pictures_by_place
 
 _NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
 """This environment variable keeps transformers from reading weights in several threads."""
@@ -34,7 +38,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def load_causal_lm(
+def load_causal_lm(  # noqa: PLR0913  (each is a key of the configuration)
     path: str,
     dtype: torch.dtype,
     gradient_checkpointing: bool = False,
@@ -42,25 +46,38 @@ def load_causal_lm(
     mesh: DeviceMesh | None = None,
     head_dtype: str | None = None,
     exact_dtype: torch.dtype | None = None,
+    pixel_limits: PixelLimits | None = None,
 ) -> nn.Module:
     """Load a Hugging Face causal language model that takes packed input and scores tokens, with logits in
     ``head_dtype`` (None: ``dtype``).
 
     ``exact_dtype`` is the precision of its products in exact mode. None means an ordinary run.
+    ``pixel_limits`` are ``data.mm_processor_kwargs``, of a model that reads pictures.
     With ``mesh``, each rank reads its shards alone, and ``shard_model`` must follow before a forward pass.
 
     Raises ``ValueError`` when ``path`` looks like a folder but holds no model, or when the logits are not
     computed by a linear layer.
     """
     source, arguments = _model_source(path, dtype, trust_remote_code)
-    arguments["attn_implementation"] = PACKED_ATTENTION
+    reader = ImageReader.of(path, pixel_limits or {})
+    if reader is not None:  # all patches of a picture see each other
+        packed = dict.fromkeys(("", "text_config"), PACKED_ATTENTION)
+        arguments["attn_implementation"] = {**packed, "vision_config": "sdpa"}
+    auto = language_model_class(arguments["config"])
     with _reading_shards(mesh) as sharding:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(source, **arguments, **sharding)
+        model: nn.Module = auto.from_pretrained(source, **arguments, **sharding)
+    if reader is not None:
+        model = pictures_by_place(model, reader)
     precision = None if head_dtype is None else torch_dtype(head_dtype)
     model = separate_sequences(_with_checkpointing(model, gradient_checkpointing))
     if exact_dtype is None:
         return add_scoring(model, precision)
     return add_scoring(use_engine_operations(model, exact_dtype), precision, exact_scores)
+
+
+def language_model_class(config: Any) -> Any:
+    """transformers' class of the language model of a ``config.json``, with its tower if it reads pictures."""
+    return AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else AutoModelForCausalLM
 
 
 def load_value_model(

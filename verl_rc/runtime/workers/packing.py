@@ -13,20 +13,28 @@ from torch.nn.functional import pad
 from verl_rc.metrics import Mean
 from verl_rc.records.batches import TokenBatch, positions_mask
 from verl_rc.records.microbatch import SharedPrefixes
+from verl_rc.records.pictures import Pictures
 from verl_rc.records.shared_prefixes import Column, find_prefixes, token_entries
 from verl_rc.runtime.distributed.sequence_parallel import SequenceParallel
 from verl_rc.runtime.workers.packed_layout import Branches, PackedLayout
 from verl_rc.runtime.workers.router_replay import Routes
+from verl_rc.runtime.workers.vision import PackedPictures
 from verl_rc.tensor_ops import placed
 
 
-def packed_inputs(token_ids: Tensor, lengths: Tensor | list[int]) -> dict[str, Any]:
+def packed_inputs(
+    token_ids: Tensor, lengths: Tensor | list[int], pictures: Sequence[Pictures | None] = ()
+) -> dict[str, Any]:
     """Arguments of a model's forward pass over packed sequences.
 
     ``token_ids`` is int64 ``[N]``, sequences one after the other; ``lengths`` int64 ``[S]`` their token
-    counts (sum N).
+    counts (sum N); ``pictures`` those of each sequence, none if no sequence has one.
     """
-    return _arguments(token_ids, PackedLayout.from_lengths(torch.as_tensor(lengths, device=token_ids.device)))
+    counts = torch.as_tensor(lengths, device=token_ids.device)
+    inputs = _arguments(token_ids, PackedLayout.from_lengths(counts))
+    if any(pictures):
+        inputs["pictures"] = PackedPictures(token_ids, counts.tolist(), pictures)
+    return inputs
 
 
 def _arguments(token_ids: Tensor, layout: PackedLayout) -> dict[str, Any]:
@@ -87,6 +95,8 @@ class PackedSequences:
     """bool ``[B, R]``: the K response tokens, padding left out."""
     once: "ComputedOnce | None" = None
     """The tokens that are computed. None if all are."""
+    pictures: Sequence[Pictures | None] = ()
+    """Those of each row; empty if no row has one."""
 
     @classmethod
     def from_tokens(cls, tokens: TokenBatch) -> "PackedSequences":
@@ -101,8 +111,10 @@ class PackedSequences:
             begins = torch.cat([torch.zeros_like(is_prompt), tokens.restarts & is_response], dim=-1)[real]
             begins[lengths.cumsum(0) - lengths] = True
             lengths = pad(begins.nonzero()[:, 0], (0, 1), value=len(begins)).diff()
+        numbers = [] if tokens.pictures is None else tokens.pictures.tolist()
+        pictures = [Pictures.known(number) if number else None for number in numbers]
         # A causal model predicts a token at the position before it.
-        return cls(token_ids, lengths, response_token.nonzero()[:, 0] - 1, is_response)
+        return cls(token_ids, lengths, response_token.nonzero()[:, 0] - 1, is_response, pictures=pictures)
 
     def sharing_prefixes(self, sharing: "PrefixSharing", routes: Routes | None = None) -> "PackedSequences":
         """The same sequences with their common prefixes computed once.
@@ -113,8 +125,10 @@ class PackedSequences:
         if routes is not None:
             known = routes.is_known[:, None].to(torch.uint8)
             experts = torch.cat([known, routes.expert_ids.flatten(1)], dim=1).cpu().numpy()
-        entries = token_entries(self.token_ids.cpu().numpy(), experts)
-        lengths = self.lengths.tolist()
+        lengths, numbers = self.lengths.tolist(), None
+        if self.pictures:
+            numbers = np.repeat([0 if one is None else one.number for one in self.pictures], lengths)
+        entries = token_entries(self.token_ids.cpu().numpy(), experts, numbers)
         prefixes = find_prefixes(np.split(entries, np.cumsum(lengths)[:-1]))
         sharing.count(prefixes.saved_tokens, len(entries))
         if not prefixes.saved_tokens:
@@ -144,6 +158,10 @@ class PackedSequences:
             token_ids, predictors = token_ids[self.once.sources], self.once.places[predictors]
             layout = self.once.layout(ranks)
         inputs = _arguments(token_ids, layout)
+        if self.pictures:
+            once = () if self.once is None else (self.once.sources, self.once.places)
+            lengths = self.lengths.tolist()
+            inputs["pictures"] = PackedPictures(self.token_ids, lengths, self.pictures, *once)
         if ranks is None:
             return inputs, Predictors(predictors)
         is_local, positions = ranks.local_positions(predictors, token_ids.numel())

@@ -52,6 +52,7 @@ from verl_rc.runtime.workers.rounding import rounding_of_log_probs
 from verl_rc.runtime.workers.router_replay import RouterReplay
 from verl_rc.runtime.workers.sharded_model import FrozenModel, Learner, LearningModel
 from verl_rc.runtime.workers.updates import ActorReport, UpdateRequest
+from verl_rc.runtime.workers.vision import freeze_tower
 
 _GIB = 1 << 30
 
@@ -92,7 +93,10 @@ class PolicyWorker(Learner):
             shards,
             model_config.head_dtype,
             torch_dtype(fsdp.dtype) if config.actor_rollout_ref.exact else None,
+            config.data.mm_processor_kwargs,
         )
+        if self._actor.freeze_vision_tower:
+            freeze_tower(module)
         is_replayed = config.actor_rollout_ref.rollout.enable_rollout_routing_replay
         replay = RouterReplay(module) if is_replayed else None
         module, async_save = add_adapters(module, model_config), self._actor.checkpoint.async_save
@@ -366,6 +370,7 @@ class FrozenWorker:
             mesh=mesh,
             head_dtype=model.head_dtype,
             exact_dtype=torch_dtype(fsdp.dtype) if config.actor_rollout_ref.exact else None,
+            pixel_limits=config.data.mm_processor_kwargs,
         )
         self.model = FrozenModel(module, mesh, fsdp)
         self._top_tokens = config.distillation.top_tokens if self.role == "teacher" else 0
