@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from verl_rc.config.schema import OneOrMore, StrictModel, UserPath
+from verl_rc.config.task import PixelLimits
 
 
 class SftModelConfig(StrictModel):
@@ -27,6 +28,10 @@ class SftDataConfig(StrictModel):
     """Files of held-out examples (one path, or a list): validation loss and accuracy."""
     messages_key: str = "messages"
     """Column with chat messages, the last one the assistant's answer."""
+    image_key: str = "images"
+    """Column with the pictures of an example, for models that read some."""
+    mm_processor_kwargs: PixelLimits = {}
+    """Fewest and most pixels of a picture after it is resized; those of the model where not given."""
     train_batch_size: int = Field(128, ge=1)
     """Examples per optimizer step."""
     max_length: int = Field(1024, ge=2)

@@ -12,16 +12,18 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoConfig, AutoModelForTokenClassification
 
 from verl_rc.config.errors import listed
 from verl_rc.config.files import is_outside
 from verl_rc.config.models import ModelConfig
+from verl_rc.records.image_reader import VISION_FAMILIES
 from verl_rc.records.tokenize import load_tokenizer
 from verl_rc.runtime.checkpoint import CheckpointError, CheckpointStore, SavedRun, load_full_state_dict
 from verl_rc.runtime.checkpoint.shards import is_frozen, named_tensors
-from verl_rc.runtime.workers.language_model import load_causal_lm, torch_dtype
+from verl_rc.runtime.workers.language_model import language_model_class, load_causal_lm, torch_dtype
 from verl_rc.runtime.workers.lora import add_adapters
+from verl_rc.runtime.workers.vision import freeze_tower
 
 Part = Literal["policy", "critic", "adapter"]
 COPIED_FILES = (
@@ -36,9 +38,10 @@ COPIED_FILES = (
     "*.tiktoken",
     "tekken.json",
     "generation_config.json",
+    "*processor_config.json",
 )
-"""Files that training does not change and that go along byte for byte: the tokenizer's, and how to sample by
-default."""
+"""Files that training does not change and that go along byte for byte: the tokenizer's, how to sample by
+default, and how to read pictures."""
 MAX_NAMES = 3
 """Names listed in an error; the rest are counted."""
 
@@ -62,6 +65,8 @@ class _Source:
     tokenizer_path: str
     actor_dtype: torch.dtype
     """Precision that the actor's base weights had in training."""
+    freezes_tower: bool
+    """Whether a vision tower is the base model's."""
 
 
 def export_checkpoint(
@@ -143,6 +148,7 @@ def _open_source(checkpoint: Path, part: Part, model_path: str | None, trust_rem
         _read_model_config(path, model.trust_remote_code),
         path if model_path else _local_path(actor_path),
         actor_dtype,
+        actor["actor"].get("freeze_vision_tower", True),
     )
 
 
@@ -184,6 +190,11 @@ def _build(part: Part, source: _Source, tensors: dict[str, Tensor], dtype: torch
         adapted: Any = add_adapters(base.float(), source.model)
         _fill(adapted, tensors, torch.float32, source)
         return adapted.merge_and_unload().to(dtype)
+    if part == "policy" and source.freezes_tower and source.model_config.model_type in VISION_FAMILIES:
+        whole = load_causal_lm(source.model.path, dtype)
+        freeze_tower(whole)
+        _fill(whole, tensors, dtype, source)
+        return whole
     # No memory for the model twice: the saved tensors take the place of the meta tensors (assign=True).
     arguments = {"trust_remote_code": source.model.trust_remote_code}
     with torch.device("meta"):
@@ -192,8 +203,8 @@ def _build(part: Part, source: _Source, tensors: dict[str, Tensor], dtype: torch
             source.model_config.classifier_dropout = 0.0
             empty = AutoModelForTokenClassification.from_config(source.model_config, **arguments)
         else:
-            causal_lm = AutoModelForCausalLM.from_config(source.model_config, **arguments)
-            empty = add_adapters(causal_lm, source.model)
+            auto = language_model_class(source.model_config)
+            empty = add_adapters(auto.from_config(source.model_config, **arguments), source.model)
     _fill(empty, tensors, dtype, source)
     return empty
 

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.config.sft import SftConfig
 from verl_rc.records.dataset import EpochBatches
+from verl_rc.records.image_reader import ImageReader
 from verl_rc.records.microbatch import MicroBatchLimit, assign_rows
 from verl_rc.records.tokenize import WorkedExample, load_tokenizer, read_worked_examples
 from verl_rc.runtime.workers.forward import packed_logits
@@ -30,6 +31,8 @@ class SftSetup:
 
     config: SftConfig
     tokenizer: Any
+    reader: ImageReader | None
+    """The model's. None if it reads no pictures."""
     model: nn.Module
     train: list[WorkedExample]
     held_out: list[WorkedExample]
@@ -68,8 +71,9 @@ def load_sft(config: SftConfig) -> SftSetup:
     folder.mkdir(parents=True, exist_ok=True)
     data = config.data
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
-    train = read_worked_examples(data.train_files, data.messages_key, tokenizer, data.max_length)
-    held_out = read_worked_examples(data.val_files, data.messages_key, tokenizer, data.max_length)
+    reader = ImageReader.of(config.model.path, data.mm_processor_kwargs)
+    how = data.messages_key, tokenizer, data.max_length, data.image_key, reader
+    train, held_out = (read_worked_examples(files, *how) for files in (data.train_files, data.val_files))
     if len(train) < data.train_batch_size:
         raise ValueError(
             f"data.train_files must hold at least data.train_batch_size={data.train_batch_size} examples, "
@@ -84,10 +88,11 @@ def load_sft(config: SftConfig) -> SftSetup:
         torch.float32,
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
         trust_remote_code=config.model.trust_remote_code,
+        pixel_limits=data.mm_processor_kwargs,
     )
     order = EpochBatches(len(train), data.train_batch_size, config.trainer.seed, shuffle=True)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    return SftSetup(config, tokenizer, model, train, held_out[: data.val_max_samples], order)
+    return SftSetup(config, tokenizer, reader, model, train, held_out[: data.val_max_samples], order)
 
 
 def train_sft(setup: SftSetup, console: Console) -> SftResult:
@@ -129,6 +134,8 @@ def train_sft(setup: SftSetup, console: Console) -> SftResult:
     with FolderClaim(folder, "model"):
         model.save_pretrained(folder)
         setup.tokenizer.save_pretrained(folder)
+        if setup.reader is not None:
+            setup.reader.save(folder)
     return SftResult(step, result, folder)
 
 
@@ -198,7 +205,9 @@ def answer_logits(model: nn.Module, examples: Sequence[WorkedExample]) -> tuple[
     lengths = torch.tensor([example.num_tokens for example in examples], device=device)
     rows = torch.repeat_interleave(torch.arange(len(examples), device=device), lengths)
     # A causal model predicts a token at the position before it.
-    return packed_logits(model, token_ids, lengths, keep=positions - 1), token_ids[positions], rows[positions]
+    pictures = [example.pictures for example in examples]
+    logits = packed_logits(model, token_ids, lengths, keep=positions - 1, pictures=pictures)
+    return logits, token_ids[positions], rows[positions]
 
 
 def _micro_batches(examples: Sequence[WorkedExample], max_tokens: int) -> Iterator[list[WorkedExample]]:
