@@ -1,5 +1,6 @@
 """Which models can be trained."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -7,12 +8,13 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
 )
 
 from verl_rc.config.models import model_source
 from verl_rc.config.run import FSDP_SECTIONS, RunConfig
+from verl_rc.records.image_reader import VISION_FAMILIES
 from verl_rc.runtime.workers.experts import experts_problem
+from verl_rc.runtime.workers.language_model import language_model_class
 
 _WITH_WINDOWS = ("mistral", "qwen2", "qwen3", "olmo3", "gemma3_text", "gpt_oss")
 """Values of ``model_type`` whose windows count the query, and whose engine was compared with the trainer."""
@@ -37,14 +39,17 @@ def unsupported_model(config: RunConfig, path: str, trust_remote_code: bool) -> 
         attention_problem(source, config.longest_sequence),
         experts_problem(config, path, source),
         _quantisation_problem(source),
+        _family_problem(source),
         *(_sharing_problem(config, role, source) for role in roles),
     ]
     if "actor" in roles:
         problems += [_exact_problem(config, source), _head_problem(config, source)]
         problems.append(_buffers_problem(config, source))
         problems.append(_state_problem(config) if has_state(source) else None)
+        problems.append(_picture_problem(config) if source.model_type in VISION_FAMILIES else None)
     if "critic" in roles and config.needs_critic and not trust_remote_code:
         problems.append(_critic_problem(source))
+    problems.append(_torchvision_problem(source))
     return next((problem for problem in problems if problem is not None), None)
 
 
@@ -102,7 +107,7 @@ def _buffers_problem(config: RunConfig, source: Any) -> str | None:
     if config.actor_rollout_ref.rollout.load_format != "dummy":
         return None
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = language_model_class(source).from_config(
             source, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code
         )
     buffers = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
@@ -111,6 +116,52 @@ def _buffers_problem(config: RunConfig, source: Any) -> str | None:
     return (
         f"updates send its weights alone, and it has buffers too ({min(buffers)}): pass "
         "actor_rollout_ref.rollout.load_format=auto, with which engines read them"
+    )
+
+
+def _torchvision_problem(source: Any) -> str | None:
+    if source.model_type not in (*VISION_FAMILIES, "qwen3_5_text") or find_spec("torchvision") is not None:
+        return None
+    return (
+        "vLLM's class of it imports torchvision, which is not installed: install the torchvision 0.28.0 that "
+        "was built for your torch (on a CPU: --index-url https://download.pytorch.org/whl/cpu)"
+    )
+
+
+def _family_problem(source: Any) -> str | None:
+    if not hasattr(source, "vision_config") or source.model_type in VISION_FAMILIES:
+        return None
+    return (
+        f"it reads pictures, and is of the family {source.model_type}: those of {', '.join(VISION_FAMILIES)} "
+        "are proven"
+    )
+
+
+def _picture_problem(config: RunConfig) -> str | None:
+    """The reason why a policy that reads pictures cannot have this configuration, or None."""
+    policy, model = config.actor_rollout_ref, "actor_rollout_ref.model"
+    adapters = policy.model.lora_rank and policy.model.target_modules == "all-linear"
+    refused = {
+        "exact mode: drop actor_rollout_ref.exact": policy.exact,
+        f"rows that are padded: pass {model}.use_remove_padding=True": not policy.model.use_remove_padding,
+        f"adapters in an engine: pass {model}.lora.merge=True": policy.model.adapter_rank,
+        f"adapters of a tower that is frozen: pass {model}.exclude_modules='.*visual.*'": adapters
+        and policy.actor.freeze_vision_tower
+        and policy.model.exclude_modules is None,
+        "a quantised engine: drop actor_rollout_ref.rollout.quantization": policy.rollout.quantization,
+        "caches of old weights: pass async_training.on_update=recompute": config.async_training.on_update
+        == "keep",
+        "environments and tools: drop them": policy.rollout.converses,
+        "a critic: choose an estimator without one, such as grpo": config.needs_critic,
+        "a reward model: score with a function": config.reward.reward_model.enable,
+        "a teacher: drop distillation": "teacher" in config.frozen_policies,
+        **{
+            f"ranks that share a row: pass {FSDP_SECTIONS[role]}.ulysses_sequence_parallel_size=1": size > 1
+            for role, size in config.sequence_parallel_sizes.items()
+        },
+    }
+    return next(
+        (f"it reads pictures, which is not built with {name}" for name in refused if refused[name]), None
     )
 
 
