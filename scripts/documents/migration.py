@@ -103,6 +103,10 @@ OTHER_DEFAULTS: Mapping[str, tuple[object, str]] = {
     "data.val_files": ("~/data/rlhf/gsm8k/test.parquet", _EXAMPLES),
     "data.dataloader_num_workers": (8, "the driver loads text fastest itself"),
     "actor_rollout_ref.model.path": ("~/models/deepseek-llm-7b-chat", _EXAMPLES),
+    "actor_rollout_ref.actor.freeze_vision_tower": (
+        False,
+        "verl reads its key nowhere; a tower that follows few rewards forgets",
+    ),
     "actor_rollout_ref.model.enable_gradient_checkpointing": (
         True,
         "True on GPUs, False on a CPU",
