@@ -154,6 +154,20 @@ install_with() {
 say "installing uv, a fast installer (falls back to pip)"
 if "${pip_install[@]}" uv >"$log" 2>&1; then install_with uv; else install_with pip; fi
 
+# ---- torchvision: models that read pictures need it, and its build must be torch's
+if [[ "$device" == cpu && "$(uname -s)" == Linux ]]; then
+  quick=("${pip_install[@]}" --no-deps --retries 0 --timeout 10)
+  say "installing the CPU build of torchvision, for models that read pictures"
+  if "${quick[@]}" "torchvision==0.28.0+cpu" >"$log" 2>&1 \
+    || "${quick[@]}" --index-url "$torch_cpu_index" "torchvision==0.28.0+cpu" >"$log" 2>&1; then
+    :
+  elif [[ -n "$dev" ]] && "${quick[@]}" --upgrade --target "$venv/torchvision-for-tests" torchvision==0.28.0 >"$log" 2>&1; then
+    say "there is none here: tests of such models use another one (tests/with_torchvision), and these models cannot be trained"
+  else
+    say "there is none here: models that read pictures cannot be trained (VERL_RC_TORCH_CPU_INDEX names another index)"
+  fi
+fi
+
 # ---- proof
 say "checking that everything imports"
 (

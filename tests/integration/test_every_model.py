@@ -9,6 +9,7 @@ import torch
 from families import FAMILIES, RECURRENT
 from real_runs import metrics_of, train
 from small_runs import SHARE_OF_DIGITS, make_task, run_overrides
+from small_vision import use_torchvision
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SIZES = {
@@ -40,10 +41,10 @@ IN_BFLOAT16 = [
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_trains(kind: str, tied: bool, tmp_path: Path) -> None:
+def test_a_model_trains(kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dtype = "bfloat16" if kind.endswith("states") else "float32"
     if kind.startswith("qwen3_5"):
-        pytest.importorskip("torchvision", reason="vLLM's class of Qwen3.5 imports it")
+        use_torchvision(monkeypatch)
     task = make_task(tmp_path)
     given: dict[str, Any] = json.loads((task["model"] / "config.json").read_text())
     same = {name: given[name] for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}

@@ -21,6 +21,7 @@ from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, RolloutConfig
 from verl_rc.config.run import FSDP_SECTIONS, RunConfig
 from verl_rc.config.schema import with_value
 from verl_rc.plan.run_plan.schedule import LongestRows, UpdateArithmetic, plan_arithmetic
+from verl_rc.records.image_reader import VISION_FAMILIES
 from verl_rc.runtime.workers.experts import idle_share
 from verl_rc.runtime.workers.language_model import language_model_class, torch_dtype
 from verl_rc.tensor_ops.logprobs import logits_at_once
@@ -104,6 +105,8 @@ class ModelShape:
     """Numbers of a token's keys and values in one layer."""
     state_bytes: int = 0
     """Bytes per token that a backward pass keeps for the recurrent layers, beside those for any layer."""
+    tower: "TowerShape | None" = None
+    """Its vision tower. None if it reads no pictures."""
 
     @classmethod
     def from_model_folder(cls, path: str, trust_remote_code: bool = False) -> "ModelShape":
@@ -140,8 +143,36 @@ class ModelShape:
             recomputed_bytes=(_recomputed_bytes(text) if experts else _RECOMPUTED_BYTES)
             + _RECOMPUTED_STATE_BYTES * states / text.hidden_size,
             key_width=2 * (getattr(text, "num_key_value_heads", None) or heads) * head_size,
+            tower=TowerShape.of(config),
             state_bytes=_STATE_BYTES * states * text.layer_types.count("linear_attention") if states else 0,
         )
+
+
+@dataclass(frozen=True)
+class TowerShape:
+    """The sizes of a vision tower."""
+
+    layers: int
+    width: int
+    patches_per_token: int
+    numbers: int
+    """Of the pixels of a patch."""
+
+    @classmethod
+    def of(cls, config: Any) -> "TowerShape | None":
+        """From a model's ``config.json``. None without a tower that can be trained here."""
+        if config.model_type not in VISION_FAMILIES:
+            return None
+        tower = config.vision_config
+        numbers = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+        return cls(tower.depth, tower.hidden_size, tower.spatial_merge_size**2, numbers)
+
+    def bytes_of(self, tokens: float, width: int, trained: bool, is_recomputed: bool) -> int:
+        """Bytes of the pixels and the activations of pictures of so many tokens."""
+        kept = self.layers if trained else 1
+        per_number = _RECOMPUTED_BYTES + 2 * kept if is_recomputed else _ACTIVATION_BYTES * kept
+        per_patch = 4 * self.numbers + self.width * per_number * width / 2
+        return round(tokens * self.patches_per_token * per_patch)
 
 
 def _recomputed_bytes(text: Any) -> float:
@@ -257,6 +288,10 @@ def _update_bytes(
     if longest.siblings > 1 and rows > 1:  # each row gathers the keys and values of its prompt
         gathered = round(rows * (longest.prompt + longest.response) * shape.key_width * width)
         activations += gathered * (1 if is_recomputed else shape.layers)
+    if is_actor and shape.tower is not None:
+        trained = not config.actor_rollout_ref.actor.freeze_vision_tower
+        tokens_of_pictures = max(1, rows / longest.siblings) * longest.prompt  # all that prompts can have
+        activations += shape.tower.bytes_of(tokens_of_pictures, width, trained, is_recomputed)
     if is_actor:
         logit_bytes = _bytes(model.head_dtype or fsdp.dtype)
         predicted = int(rows * longest.response)

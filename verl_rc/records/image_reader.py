@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -49,7 +50,7 @@ class ImageReader:
         self._processor: Any = AutoImageProcessor.from_pretrained(source, backend="pil")
         if options:
             given = {_EDGES[name]: value for name, value in options.items()}
-            self._processor.size = {**self._processor.size, **given}
+            self._processor.size = replace(self._processor.size, **given)
         self.config = AutoConfig.from_pretrained(source)
         self.merge: int = self._processor.merge_size
         """Patches of a token in each direction."""

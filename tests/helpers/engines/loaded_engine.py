@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
-from verl_rc.runtime.rollout.vllm import float32_head, receiver
+from verl_rc.runtime.rollout.vllm import float32_head, receiver, sampler
 from verl_rc.runtime.rollout.vllm.engine import VllmEngine
+from verl_rc.runtime.rollout.vllm.options import VllmOptions
+from verl_rc.runtime.rollout.vllm.picture_input import picture_input
 from verl_rc.runtime.weight_sync.manifest import Manifest, TensorSpec
 from verl_rc.runtime.weight_sync.proof import LoadReceipt
 from verl_rc.runtime.workers.language_model import torch_dtype
@@ -22,11 +24,21 @@ class LoadedEngine(VllmEngine):
             for bucket in Manifest(tuple(names.values())).buckets(1 << 30)
         ]
         self.begin_update()
-        self._loop.call(lambda sampler: sampler.load(staged))
+        self._loop.call(lambda own: own.load(staged))
         return self.finish_update(version)
 
     def num_copies(self) -> int:
         return len(float32_head._float32_weights)
+
+
+class StalePictures(LoadedEngine):
+    """Gives vLLM the same hash of a picture under all weights."""
+
+    def __init__(self, options: VllmOptions) -> None:
+        sampler.picture_input = lambda reader, ids, pictures, version, salt: picture_input(
+            reader, ids, pictures, 0, salt
+        )
+        super().__init__(options)
 
 
 class DroppingEngine(LoadedEngine):

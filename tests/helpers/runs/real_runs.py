@@ -20,7 +20,7 @@ def marked_environment() -> dict[str, str]:
     """What a run is started with, so that its processes can be told from others."""
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(ROOT), HELPERS)),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), HELPERS, os.environ.get("PYTHONPATH", ""))),
         _MARKER: str(os.getpid()),
     }
 

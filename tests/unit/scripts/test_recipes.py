@@ -12,7 +12,14 @@ from recipe_arguments import RECIPES, ROOT, arguments_of
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
 from verl_rc.plan.explain import plan_text
-from verl_rc.plan.memory import ModelShape, choose_gradient_sums, estimate_roles, gpu_peaks, model_paths
+from verl_rc.plan.memory import (
+    ModelShape,
+    TowerShape,
+    choose_gradient_sums,
+    estimate_roles,
+    gpu_peaks,
+    model_paths,
+)
 from verl_rc.trainer.cluster import placement
 from verl_rc.trainer.cluster.placement import plan_placement
 
@@ -55,6 +62,10 @@ MEANT = {
         f"{CORRECTION}.rollout_is": "token",
     },
     "math_gemma3_1b_8gpu": {f"{CORRECTION}.rollout_is": "token"},
+    "geo3k_qwen2.5_vl_7b_8gpu": {
+        f"{CORRECTION}.rollout_is": "token",
+        f"{ACTOR}.freeze_vision_tower": True,
+    },
     "math_qwen2.5_7b_rloo_8gpu": {"algorithm.adv_estimator": "rloo", "algorithm.use_kl_in_reward": True},
     "math_qwen2.5_7b_reinforce_plus_plus_8gpu": {"algorithm.adv_estimator": "reinforce_plus_plus"},
     "math_qwen2.5_7b_dr_grpo_8gpu": {
@@ -266,6 +277,17 @@ def test_a_recipe_that_fails_would_be_noticed(tmp_path):
 
 
 SHAPES = {
+    "vl-7b": ModelShape(
+        8_292_166_656,
+        1_089_994_752,
+        0,
+        28,
+        3584,
+        152_064,
+        128_000,
+        key_width=1024,
+        tower=TowerShape(32, 1280, 4, 1176),
+    ),
     "0.5b": ModelShape(494_032_768, 136_134_656, 0, 24, 896, 151_936, 32_768),
     "7b": ModelShape(7_615_616_512, 1_089_994_752, 0, 28, 3584, 152_064, 131_072),
     "8b": ModelShape(8_190_735_360, 1_244_659_712, 0, 36, 4096, 151_936, 40_960),
@@ -293,7 +315,8 @@ SHAPES = {
     ),
     "1b": ModelShape(999_885_952, 301_989_888, 0, 26, 1152, 262_144, 32_768, key_width=512),
 }
-"""Of Qwen2.5, Qwen3 (8b and 30b), gpt-oss (20b) and Gemma 3 (1b), by their published configurations."""
+"""Of Qwen2.5, Qwen2.5-VL, Qwen3 (8b and 30b), gpt-oss (20b) and Gemma 3 (1b), by their published
+configurations."""
 
 
 @pytest.mark.parametrize("recipe", FOR_GPUS, ids=lambda recipe: recipe.stem)

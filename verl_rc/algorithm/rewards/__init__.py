@@ -18,7 +18,14 @@ from verl_rc.algorithm.rewards.sample import (
     RewardSample,
     as_reward_output,
 )
-from verl_rc.algorithm.rewards.scorers import dapo_math, exact_match, gsm8k, last_answer, math_answer
+from verl_rc.algorithm.rewards.scorers import (
+    dapo_math,
+    exact_match,
+    geometry,
+    gsm8k,
+    last_answer,
+    math_answer,
+)
 
 __all__ = [
     "ENVIRONMENT_PREFIX",
@@ -33,6 +40,7 @@ __all__ = [
     "dapo_math",
     "exact_match",
     "find_scorer",
+    "geometry",
     "gsm8k",
     "last_answer",
     "load_reward_function",

@@ -9,7 +9,14 @@ from functools import partial
 from typing import Any
 
 from verl_rc.algorithm.rewards.sample import RewardError, RewardOutput, RewardSample, as_reward_output
-from verl_rc.algorithm.rewards.scorers import dapo_math, exact_match, gsm8k, last_answer, math_answer
+from verl_rc.algorithm.rewards.scorers import (
+    dapo_math,
+    exact_match,
+    geometry,
+    gsm8k,
+    last_answer,
+    math_answer,
+)
 from verl_rc.config.task import CustomRewardFunctionConfig, RewardConfig
 from verl_rc.config.user_code import load_from_file
 
@@ -59,6 +66,7 @@ _SCORERS: dict[str, Scorer] = {
     "lighteval/MATH": math_answer,
     "DigitalLearningGmbH/MATH-lighteval": math_answer,
     "HuggingFaceH4/MATH-500": math_answer,
+    "hiyouga/geometry3k": geometry,
     "math": dapo_math,
     "math_dapo": dapo_math,
     "math_dapo_reasoning": dapo_math,
@@ -67,7 +75,7 @@ _FAMILIES: dict[str, Scorer] = {"aime": dapo_math, "numina_": math_answer}
 """Scorers by prefix of the data source's name."""
 
 
-_SCORES_ON_TIMEOUT: dict[Scorer, float] = {math_answer: 0.0, dapo_math: -1.0}
+_SCORES_ON_TIMEOUT: dict[Scorer, float] = {math_answer: 0.0, geometry: 0.0, dapo_math: -1.0}
 """Scorers whose algebra on a response may not terminate: they run in processes with a time limit, and an
 answer that is not proven equal in time counts as wrong."""
 

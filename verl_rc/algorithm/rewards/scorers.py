@@ -97,6 +97,14 @@ def math_answer(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     return {"score": right, "acc": right, "pred": answer}
 
 
+def geometry(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+    """0.9 for an answer that is right by ``math_answer``, and 0.1 for a thought in ``<think>`` before it: the
+    reward of verl's geo3k."""
+    result = math_answer(solution_str, ground_truth)
+    thinks = re.fullmatch(r"<think>.*</think>.*\\boxed\{.*\}.*", solution_str, re.DOTALL) is not None
+    return {**result, "score": 0.9 * result["acc"] + 0.1 * thinks}
+
+
 def dapo_math(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """Score +1.0 when right and -1.0 when wrong (DAPO, arXiv:2503.14476).
 

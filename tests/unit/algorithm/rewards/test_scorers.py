@@ -8,6 +8,7 @@ import pytest
 from verl_rc.algorithm.rewards.scorers import (
     dapo_math,
     exact_match,
+    geometry,
     gsm8k,
     last_answer,
     last_boxed,
@@ -107,6 +108,20 @@ def test_a_ground_truth_that_is_no_number_is_refused(truth):
 )
 def test_last_boxed(text, answer):
     assert last_boxed(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("<think>8 x 6</think> \\boxed{48}", 1.0),
+        ("8 x 6 = \\boxed{48}", 0.9),
+        ("<think>7 x 6</think> so \\boxed{42}.", 0.1),
+        ("\\boxed{42}", 0.0),
+    ],
+)
+def test_geometry_has_a_tenth_for_a_thought(response, score):
+    assert geometry(response, "48")["score"] == pytest.approx(score)
+    assert geometry(response, "48")["acc"] == ("48" in response)
 
 
 @pytest.mark.parametrize(
