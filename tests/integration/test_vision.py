@@ -1,7 +1,6 @@
 """Models that read pictures: a real engine and the trainer see the same ones, before and after updates, and
 whole runs with them."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -194,8 +193,13 @@ def test_two_ranks_train_as_one_where_one_of_them_has_no_picture(
 @pytest.mark.slow
 @pytest.mark.parametrize("tower", ["frozen", "trained"])
 def test_a_killed_run_one_step_off_goes_on_to_the_last_bit(
-    tower: str, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tower: str,
+    task: dict[str, Path],
+    overrides: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And is exported, with what reads pictures, and the tower that it began with if it is frozen."""
     use_torchvision(monkeypatch)
     ahead = [*overrides, "async=one_step_off", "actor_rollout_ref.actor.checkpoint.async_save=False"]
     ahead += [TRAINED] if tower == "trained" else []
@@ -207,16 +211,15 @@ def test_a_killed_run_one_step_off_goes_on_to_the_last_bit(
     assert result.returncode == 0, result.stderr[-3000:]
     assert not differences(tmp_path / "whole", tmp_path / "again", 4)
     assert not left_over_processes()
-    metrics = metrics_of(tmp_path / "again")
-    assert (
-        all(metrics[step]["sync/rollout_gap_max"] < ROUNDING for step in (3, 4) if step in metrics) or tower
-    )
-    files = [path for path in (tmp_path / "whole").rglob("*") if path.is_file()]
-    names = json.dumps([path.name for path in files])
-    assert "safetensors" not in names or names
     exported = tmp_path / "exported"
     command = [sys.executable, "-m", "verl_rc.cli", "export", str(tmp_path / "whole" / "global_step_4")]
-    made = subprocess.run([*command, "--output", str(exported)], cwd=ROOT, capture_output=True, text=True)
+    command += ["--output", str(exported)]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
-    assert Prompts(str(exported)).encode(QUESTION, picture(1))[1] is Pictures([picture(1)])
-    load_causal_lm(str(exported), torch.float32)
+    assert Prompts(str(exported)).encode(QUESTION, picture(1))[0]
+    trained, first = (
+        load_causal_lm(str(path), torch.float32).state_dict() for path in (exported, task["model"])
+    )
+    moved = {name for name, weight in trained.items() if not torch.equal(weight, first[name])}
+    assert any(".visual." in name for name in moved) == (tower == "trained")
+    assert "lm_head.weight" in moved

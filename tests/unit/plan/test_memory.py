@@ -408,8 +408,8 @@ def test_a_recurrent_layer_keeps_what_its_backward_pass_saves(heads: tuple[int, 
 
 
 def test_pictures_take_their_pixels_and_what_the_tower_keeps() -> None:
-    """100 tokens of 4 patches, of 1,176 numbers each, in a tower of 32 layers of width 1,280 in bfloat16: pixels
-    in float32, then 34 bytes a number of each layer, or 2 of each and 86 of one."""
+    """100 tokens of 4 patches, of 1,176 numbers each, in a tower of 32 layers of width 1,280 in bfloat16:
+    pixels in float32, then 34 bytes a number of each layer, or 2 of each and 86 of one."""
     tower, patches = TowerShape(32, 1280, 4, 1176), 400
     pixels = 4 * 1176
     assert tower.bytes_of(100, 2, True, False) == patches * (pixels + 1280 * 34 * 32)

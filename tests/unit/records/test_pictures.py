@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from small_vision import FAMILIES, Prompts, batch_of, picture, write_model
 from transformers import AutoModelForImageTextToText
 
 from verl_rc.config.task import DataConfig
-from verl_rc.records.dataset import PromptDataset
+from verl_rc.records.dataset import PromptDataset, PromptRow
 from verl_rc.records.fingerprints import (
     TokensChangedError,
     fingerprints_of_samples,
     require_sampled_tokens,
 )
+from verl_rc.records.groups import Group, GroupSample, pack, unpack
 from verl_rc.records.image_reader import ImageReader, positions
 from verl_rc.records.parts import Part, Sample
 from verl_rc.records.pictures import Pictures, image_bytes
@@ -62,6 +64,20 @@ def test_a_batch_takes_its_pictures_to_a_rank_once() -> None:
     arrived = pickle.loads(pickle.dumps(Ragged.from_record(batch_of(rows, [[7]] * 4), [0, 1, 3])))
     assert arrived.pictures == (two[0],)
     assert arrived.padded([2, 1]).pictures.tolist() == [two[0].number, 0]
+
+
+def test_a_checkpoint_of_running_samples_has_no_picture() -> None:
+    sizes = []
+    for side in (28, 1400):
+        pictures = Pictures([picture(3, side, side)])
+        row = PromptRow(0, [5], [], "digits", "1", {}, pictures=pictures)
+        sample = Sample(0, [Part(torch.tensor([7], dtype=torch.int32), torch.tensor([-1.0]), 0)])
+        group = Group(0, row, 0, 1, 0, [GroupSample(0, 0, [5], replace(sample, pictures=pictures.number))])
+        saved = pack([group])
+        assert saved["groups"][0]["samples"][0]["pictures"] == pictures.number
+        assert unpack(saved, lambda _, row=row: row)[0].samples[0].response.pictures == pictures.number
+        sizes.append(len(pickle.dumps(saved)))
+    assert abs(sizes[0] - sizes[1]) < 16
 
 
 @pytest.mark.parametrize("form", ["bytes", "mapping", "path", "relative", "url", "PIL"])
