@@ -20,7 +20,7 @@ from verl_rc.records.batches import RolloutBatch
 from verl_rc.records.rollout_batch import at_turn_ends
 from verl_rc.records.scored_batch import ScoredBatch
 from verl_rc.records.token_records.token_parquet import set_aside_later, thin_out, write_record
-from verl_rc.records.token_records.token_record import FOLDER, PIECES, Array, TokenRecord, class_of
+from verl_rc.records.token_records.token_record import FOLDER, PICTURES, PIECES, Array, TokenRecord, class_of
 from verl_rc.runtime.rollout.sampling import request_seed
 from verl_rc.trainer.services import Services
 from verl_rc.trainer.step_record import Step
@@ -78,8 +78,22 @@ class TokenRecorder:
         self._claim.require()
         with step.record.stage("token_records"):
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_record(self._folder, self._record(inputs, step, why))
+            record = self._record(inputs, step, why)
+            write_record(self._folder, record)
+            if record.prompts is not None:
+                self._write_pictures(inputs.scored, record.rows["row"])
             thin_out(self._folder, self._settings.max_megabytes << 20, MOST_FILES, _LASTING)
+
+    def _write_pictures(self, scored: ScoredBatch, rows: Array) -> None:
+        """Write the pictures of recorded rows that are not there yet."""
+        found = {scored.rows[row].pictures for row in rows.tolist()} - {None}
+        for pictures in found:
+            assert pictures is not None
+            for image, digest in zip(pictures.data, pictures.digests, strict=True):
+                path = self._folder / PICTURES / digest
+                if not path.exists():
+                    path.parent.mkdir(exist_ok=True)
+                    path.write_bytes(image)
 
     def _reason(self, step: int) -> str | None:
         """The reason why a record of the step is written. None for a step without a record."""
@@ -219,9 +233,13 @@ def _token_columns(inputs: StepInputs) -> Iterator[tuple[str, Tensor]]:
 def _row_columns(scored: ScoredBatch, recorded: ChosenRows) -> dict[str, Array]:
     rows = recorded.rows
     engines = scored.rollouts.engines
-    numbers = {} if engines is None else {"engine": engines[rows].numpy()}
+    optional = {} if engines is None else {"engine": engines[rows].numpy()}
+    pictures = [scored.rows[row].pictures for row in rows]
+    if any(pictures):
+        digests = [() if one is None else one.digests for one in pictures]
+        optional["pictures"] = np.array([" ".join(row) for row in digests], dtype=object)
     return {
-        **numbers,
+        **optional,
         "row": np.array(rows),
         "group": scored.rollouts.group_ids[rows].numpy(),
         "source": np.array([str(scored.rows[row].data_source) for row in rows], dtype=object),

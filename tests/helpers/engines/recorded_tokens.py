@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from verl_rc.records.token_records.token_parquet import write_record
-from verl_rc.records.token_records.token_record import FOLDER, PIECES, TokenRecord, class_of
+from verl_rc.records.token_records.token_record import FIELDS, FOLDER, PIECES, TokenRecord, class_of
 
 PIECES_OF_DIGITS = {0: "<eos>", **{digit + 1: str(digit) for digit in range(10)}, 11: " and", 12: "\n"}
 
@@ -60,7 +60,7 @@ def token_record(
     }
     prompts = changed.pop("prompts", [np.array([11, row + 1]) for row in range(rows)])
     for name, values in changed.items():
-        target = columns if name in columns else tokens
+        target = tokens if FIELDS[name].is_of_tokens else columns
         if values is None:
             del target[name]
         else:

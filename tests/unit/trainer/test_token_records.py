@@ -2,6 +2,7 @@
 was trained on."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import stat
@@ -22,6 +23,7 @@ from verl_rc.correction import compute_rollout_correction
 from verl_rc.records.batches import PolicyEvaluations
 from verl_rc.records.dataset import PromptRow
 from verl_rc.records.episode import Reply
+from verl_rc.records.pictures import Pictures
 from verl_rc.records.scored_batch import ScoredBatch
 from verl_rc.records.token_records.token_parquet import read_record, record_files
 from verl_rc.records.token_records.token_record import FOLDER, PIECES, TOKEN_CLASSES, TokenRecord, noise_scale
@@ -219,6 +221,20 @@ def recorded(
 def samples_with_prompts() -> ScoredBatch:
     prompts = [PromptRow(row, [1], [], f"source {row % 2}", None, {}) for row in range(ROWS)]
     return dataclasses.replace(INPUTS.scored, prompts=prompts)
+
+
+def test_a_record_names_pictures_and_has_each_beside_it_once(tmp_path: Path) -> None:
+    pictures = Pictures([b"one"]), None, Pictures([b"one", b"other"])
+    prompts = [PromptRow(row, [1], [], "", None, {}, pictures=pictures[row % 3]) for row in range(ROWS)]
+    config = config_of({**CORRECTION, "trainer.token_records.contents": "full"})
+    scored = dataclasses.replace(INPUTS.scored, prompts=prompts)
+    record = recorded(tmp_path, config, scored)
+    digests = [None if one is None else one.digests for one in (row.pictures for row in scored.rows)]
+    assert [tuple(cell.split()) or None for cell in record.rows["pictures"]] == digests
+    folder = tmp_path / FOLDER / "pictures"
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        hashlib.sha256(image).hexdigest(): image for image in (b"one", b"other")
+    }
 
 
 CORRECTION: dict[str, Any] = {

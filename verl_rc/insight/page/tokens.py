@@ -197,7 +197,7 @@ def _bar(bar: Bar, largest: float, floor: float | None) -> str:
 
 
 def _script_data(data: TokenData, rows: Sequence[TokenRow], with_text: bool) -> dict[str, Any]:
-    """Rows with their tokens; the page holds the text of each token once."""
+    """Rows with their tokens; the page holds the text of each token once, and each picture."""
     places: dict[int, int] = {}
     if with_text and data.pieces:
         for row in rows:
@@ -210,6 +210,10 @@ def _script_data(data: TokenData, rows: Sequence[TokenRow], with_text: bool) -> 
         "classes": list(TOKEN_CLASSES),
         "floor": None if data.profiles is None or not data.profiles.has_noise else data.profiles.floor,
         "rows": [_row_data(row, places) for row in rows],
+        "pictures": {
+            digest: base64.b64encode(image).decode("ascii")
+            for digest, image in (data.pictures.items() if with_text else ())
+        },
     }
 
 
@@ -230,6 +234,7 @@ def _row_data(row: TokenRow, places: dict[int, int]) -> dict[str, Any]:
         "length": len(mask),
         "ids": _ids(tokens.get("response_ids"), places),
         "prompt": _ids(row.prompt, places),
+        "pictures": row.picture_digests,
         "kinds": _bytes(tokens.get("token_class", np.full(len(mask), _UNKNOWN_CLASS)).astype("uint8")),
         "flags": _bytes(flags.astype("uint8")),
         "rollout": packed(tokens["rollout_log_prob"].tolist()),

@@ -1,5 +1,6 @@
 """Records of single tokens, for a report."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +9,8 @@ from verl_rc.insight.run_folder.bend import Bend
 from verl_rc.insight.run_folder.invariants import Invariants
 from verl_rc.insight.run_folder.profiles import Profiles
 from verl_rc.records.token_records.token_record import Array
+
+MOST_PICTURE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,12 @@ class TokenRow:
     squares: float
     """Sum of its squared log-ratios; infinite where one is not finite, NaN where the trainer's log-probs are
     not known."""
+
+    @property
+    def picture_digests(self) -> list[str]:
+        """The SHA-256 of each of its pictures."""
+        names = str(self.cells.get("pictures") or "").split()
+        return [name for name in names if re.fullmatch("[0-9a-f]{64}", name)]
 
 
 @dataclass(frozen=True)
@@ -65,3 +74,5 @@ class TokenData:
     """Checks of invariants, by step."""
     bend: Bend | None = None
     """Bend of the gap over log-probs; None where the records do not tell it."""
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+    """Encoded pictures of the rows by SHA-256, the first ones, of ``MOST_PICTURE_BYTES`` together."""

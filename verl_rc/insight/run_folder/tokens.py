@@ -14,10 +14,16 @@ from verl_rc.insight.run_folder.lines import read_records
 from verl_rc.insight.run_folder.profiles import ProfileSums
 from verl_rc.insight.run_folder.records import LARGEST_STEP
 from verl_rc.insight.run_folder.signature_sums import ComparedTokens
-from verl_rc.insight.run_folder.token_data import TokenData, TokenRow, WorstToken
+from verl_rc.insight.run_folder.token_data import MOST_PICTURE_BYTES, TokenData, TokenRow, WorstToken
 from verl_rc.insight.run_folder.token_files import TokenSource
 from verl_rc.insight.run_folder.token_metrics import metrics_of
-from verl_rc.records.token_records.token_record import TOKEN_CLASSES, Array, DamagedRecordError, TokenRecord
+from verl_rc.records.token_records.token_record import (
+    PICTURES,
+    TOKEN_CLASSES,
+    Array,
+    DamagedRecordError,
+    TokenRecord,
+)
 
 MOST_ROWS = 200
 WORST_TOKENS = 50
@@ -51,9 +57,10 @@ def read_tokens(
     if not metrics:
         return None
     notes.append(f"Token records of {len(metrics)} steps were read, {len(candidates):,} rows.")
+    rows = _rows(source, _shown_keys(candidates, most_rows))
     return TokenData(
         list(metrics),
-        _rows(source, _shown_keys(candidates, most_rows)),
+        rows,
         len(candidates),
         worst,
         profiles.profiles(),
@@ -62,6 +69,7 @@ def read_tokens(
         facts,
         invariants,
         bend.bend(),
+        {} if source.pieces is None else _pictures(source.pieces.parent / PICTURES, rows),
     )
 
 
@@ -142,6 +150,16 @@ def _rows(source: TokenSource, keys: Sequence[tuple[int, int]]) -> list[TokenRow
                 float(squares[index]),
             )
     return [rows[key] for key in keys if key in rows]
+
+
+def _pictures(folder: Path, rows: Sequence[TokenRow]) -> dict[str, bytes]:
+    found, left = dict[str, bytes](), MOST_PICTURE_BYTES
+    for digest in dict.fromkeys(name for row in rows for name in row.picture_digests):
+        path = folder / digest
+        if path.is_file() and path.stat().st_size <= left:
+            found[digest] = path.read_bytes()
+            left -= len(found[digest])
+    return found
 
 
 def _pieces(path: Path, notes: list[str], folder: Path | None) -> dict[int, str]:

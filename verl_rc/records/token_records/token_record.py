@@ -14,6 +14,8 @@ import numpy.typing as npt
 FOLDER = "tokens"
 """Below the run's folder."""
 PIECES = "pieces.jsonl"
+PICTURES = "pictures"
+"""Folder of encoded images, each under its SHA-256, beside the records."""
 """The file beside the records with the text of every token id, so that no tokenizer is needed to read
 them."""
 VERSION = 1
@@ -72,6 +74,7 @@ FIELDS: Mapping[str, Field] = {
     "inclusion": Field("float32", "probability with which a random row was taken", is_of_tokens=False),
     "score": Field("float32", "outcome score", is_of_tokens=False),
     "finished": Field("bool", "whether a stop token ended it", is_of_tokens=False),
+    "pictures": Field("str", "SHA-256 of its pictures, hexadecimal, in their order", is_of_tokens=False),
     "engine": Field("int32", "number of the engine that sampled the row", is_of_tokens=False),
 }
 """Fields of a row beside ``step`` and ``prompt_ids``, by name."""

@@ -150,6 +150,25 @@ def test_what_tokens_say_stays_text(tmp_path: Path) -> None:
     assert "This page holds texts of prompts and responses." in page
 
 
+def test_pictures_of_rows_are_in_the_page_once(tmp_path: Path) -> None:
+    """Names that are no SHA-256 are not looked for."""
+    one, other = "a" * 64, "b" * 64
+    cells = np.array([one, f"{one} {other}", "../../secret"], dtype=object)
+    run_with(tmp_path, token_record(10, pictures=cells))
+    folder = tmp_path / "run" / "tokens" / "pictures"
+    folder.mkdir()
+    for name, data in ((one, b"one"), (other, b"other")):
+        (folder / name).write_bytes(data)
+    run = read_run(tmp_path / "run")
+    data = data_of(page_of(run))
+    assert sorted(map(tuple, (row["pictures"] for row in data["rows"]))) == [(), (one,), (one, other)]
+    assert {name: base64.b64decode(text) for name, text in data["pictures"].items()} == {
+        one: b"one",
+        other: b"other",
+    }
+    assert data_of(page_of(run, with_text=False))["pictures"] == {}
+
+
 def test_texts_can_be_kept_out(tmp_path: Path) -> None:
     run = run_with(tmp_path, pieces={**PIECES_OF_DIGITS, 1: "PRIVATE-WORDS"})
     assert "PRIVATE-WORDS" in page_of(run)

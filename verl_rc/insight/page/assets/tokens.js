@@ -195,6 +195,9 @@ function drawRow() {
   heading.textContent = `Step ${row.step}, row ${row.row} (${row.chosen_by}), ${row.source}: score ${shown(row.score)}, ` +
     `${row.length} tokens, ${end}; advantage of its first token ${shown(at(n.advantage, 0))}${turnsInWords(row)}`;
   text.replaceChildren();
+  for (const name of state.from === 0 ? row.pictures : []) {
+    if (data.pictures[name]) element("img", "", text, "picture").src = "data:image;base64," + data.pictures[name];
+  }
   if (n.prompt && state.from === 0) {
     const first = Math.max(0, n.prompt.length - WINDOW);
     if (first) element("span", `… ${first} tokens of the prompt … `, text, "prompt");
