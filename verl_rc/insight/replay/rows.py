@@ -70,16 +70,18 @@ def read_rows(folder: Path, most_rows: int, first_step: int, last_step: int) -> 
             except DamagedRecordError:
                 continue
             has_ids = record.prompts is not None and "response_ids" in record.tokens
-            # Replays score a row as one conversation, over the whole vocabulary, by the model's own experts.
-            is_plain = "restart" not in record.tokens and not _needs_engine_choices(record)
+            # Replays score a row as one conversation of text, over the whole vocabulary, by the model's own
+            # experts.
+            is_text = "restart" not in record.tokens and "pictures" not in record.rows
+            is_plain = is_text and not _needs_engine_choices(record)
             if has_ids and len(record.lengths) and is_plain:
                 records.append(recorded_rows(record, most_rows))
     if not records:
         raise NothingToReplayError(
             f"{folder} must have token records with ids of prompts and responses, and one conversation a "
             "row: trainer.token_records.enable=True and trainer.token_records.contents=full write them. "
-            "Records of a run with top_p, top_k, min_p or router replay are left out: they hold neither "
-            "supports nor experts."
+            "Records of a run with top_p, top_k, min_p, router replay or pictures are left out: they hold "
+            "neither supports nor experts, and replays read no pictures."
         )
     return records
 

@@ -182,3 +182,14 @@ def test_records_of_log_probs_that_are_given_the_engine_s_choices_are_not_replay
         write_record(path.parent, replace(record, facts={**record.facts, **facts}))
     with pytest.raises(NothingToReplayError, match="neither supports nor experts"):
         diagnose_with_replays(DiagnosisRequest(folder, ("R0",)))
+
+
+def test_records_of_rows_with_pictures_are_not_replayed(kept: dict[str, Path]) -> None:
+    train = log_probs(kept["later"], PROMPTS)
+    folder = run_with(kept, train, train)
+    for _, path in record_files(folder / "tokens"):
+        record = read_record(path)
+        pictures = np.full(len(record.lengths), "a" * 64, dtype=object)
+        write_record(path.parent, replace(record, rows={**record.rows, "pictures": pictures}))
+    with pytest.raises(NothingToReplayError, match="replays read no pictures"):
+        diagnose_with_replays(DiagnosisRequest(folder, ("R0",)))
