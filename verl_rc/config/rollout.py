@@ -87,6 +87,12 @@ OWNED_ENGINE_ARGUMENTS = {
     "pipeline_parallel_size": _REPLICAS,
     "data_parallel_size": _REPLICAS,
     "model": "write actor_rollout_ref.model.path",
+    "limit_mm_per_prompt": f"{_ROLLOUT}.limit_images",
+    "mm_processor_kwargs": "write data.mm_processor_kwargs, which driver, engines and trainer follow",
+    **dict.fromkeys(
+        ("mm_device_do_normalize", "disable_mm_preprocessor_cache"),
+        "engines get pixels that are ready, and keep none; drop it",
+    ),
     **dict.fromkeys(
         ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"),
         "write actor_rollout_ref.model.lora.merge=False, for adapters in the engine",
