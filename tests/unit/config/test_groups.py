@@ -17,7 +17,7 @@ GROUPS = {
     for folder in CONFIGS.iterdir()
     if folder.is_dir()
 }
-WHERE_TASKS_FIT = {"digits": "cpu", "gsm8k": "1gpu", "math": "8gpu", "dapo_math": "2x8gpu"}
+WHERE_TASKS_FIT = {"digits": "cpu", "gsm8k": "1gpu", "math": "8gpu", "geo3k": "8gpu", "dapo_math": "2x8gpu"}
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
