@@ -38,10 +38,30 @@ IN_BFLOAT16 = [
 ]
 
 
+ATTENTION = "actor_rollout_ref.model.target_modules=[q_proj,k_proj,v_proj,o_proj]"
+ALL_LINEAR = "actor_rollout_ref.model.target_modules=all-linear"
+WITH_ADAPTERS = {"gpt_oss with windows": ATTENTION, "qwen3_5_text with states": ALL_LINEAR}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_trains(kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trains(kind, tied, [], tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WITH_ADAPTERS)
+def test_adapters_of_a_model_train(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merged for the engine, on layers with sinks and with a state."""
+    adapters = ["actor_rollout_ref.model.lora_rank=4", WITH_ADAPTERS[kind]]
+    trains(kind, False, adapters, tmp_path, monkeypatch)
+
+
+def trains(
+    kind: str, tied: bool, further: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three real steps."""
     dtype = "bfloat16" if kind.endswith("states") else "float32"
     if kind.startswith("qwen3_5"):
         use_torchvision(monkeypatch)
@@ -57,7 +77,7 @@ def test_a_model_trains(kind: str, tied: bool, tmp_path: Path, monkeypatch: pyte
     reward = tmp_path / "reward.py"
     reward.write_text(SHARE_OF_DIGITS)
     steps = ["trainer.total_training_steps=3", "trainer.test_freq=-1", "trainer.val_before_train=False"]
-    steps += IN_BFLOAT16 if dtype == "bfloat16" else []
+    steps += [*(IN_BFLOAT16 if dtype == "bfloat16" else []), *further]
     run = train([*run_overrides(task, folder), *steps, f"reward.custom_reward_function.path={reward}"])
     assert run.returncode == 0, run.stdout + run.stderr
     metrics = metrics_of(folder)
