@@ -31,6 +31,9 @@ from verl_rc.config.schema import (
 from verl_rc.config.task import DataConfig, RewardConfig
 
 AlertAction = Literal["warn", "skip", "save_and_stop"]
+EXPERIMENTS = ("wandb", "mlflow", "swanlab", "trackio")
+"""Loggers that keep a run of their own, with project and name."""
+Logger = Literal["console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 
 
 class AlertsConfig(StrictModel):
@@ -87,14 +90,12 @@ class TrainerConfig(StrictModel):
     """``trainer.*``."""
 
     project_name: str = "verl_rc"
-    """Project in W&B."""
+    """Project in W&B and other trackers."""
     experiment_name: str = "default"
-    """Run name in W&B."""
-    logger: Annotated[list[Literal["console", "file", "wandb", "tensorboard"]], OneOrMore] = [
-        "console",
-        "wandb",
-    ]
-    """Sinks of metrics besides metrics.jsonl: console, wandb, tensorboard (a name or a list)."""
+    """Run name in W&B and other trackers."""
+    logger: Annotated[list[Logger], OneOrMore] = ["console", "wandb"]
+    """Sinks of metrics besides metrics.jsonl (a name or a list): console, wandb, mlflow, swanlab, trackio,
+    tensorboard; file is metrics.jsonl itself."""
     default_local_dir: UserPath | None = None
     """The run's folder; null: checkpoints/<project_name>/<experiment_name>."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -141,7 +142,7 @@ class TrainerConfig(StrictModel):
     report: Literal["at_end", "never"] = "at_end"
     """``at_end``: the run writes ``report.html`` into its folder when it ends or fails."""
     wandb_text: bool = False
-    """Show prompts, responses and tokens in the report's page in W&B."""
+    """Show prompts, responses and tokens in the report's page in W&B and other trackers."""
     hang_timeout_seconds: float = Field(3600.0, gt=0)
     """Time limit for any other answer of a process, seconds. An engine that exceeds it is killed and
     replaced; for another process, stacks are written to the run's folder and the run ends."""

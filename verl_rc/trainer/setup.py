@@ -18,7 +18,7 @@ from verl_rc.config.load import save_resolved_config
 from verl_rc.config.run import RunConfig, TrainerConfig, remote_code_keys
 from verl_rc.config.schema import public_values
 from verl_rc.config.task import DataConfig
-from verl_rc.metrics.sinks import Tracker, open_tracker
+from verl_rc.metrics.sinks import Tracker, open_tracker, require_installed
 from verl_rc.metrics.trace import TRACE, TRACE_FILE
 from verl_rc.plan.explain import add_to_plan, plan_text, write_plan
 from verl_rc.plan.machine import refuse_too_little_memory
@@ -75,7 +75,7 @@ def open_run(
     folder.mkdir(parents=True, exist_ok=True)
     refuse_too_little_memory(config)
     store, resumed, state = checkpoints.choose(config, folder)
-    _check_objective(config)
+    _check_what_is_named(config)
     _write_plan_of_run(config, folder)
     with closing(store), ExitStack() as stack:
         stack.callback(ray.shutdown)
@@ -347,8 +347,9 @@ def _as_config_errors() -> Iterator[None]:
 
 
 @_as_config_errors()
-def _check_objective(config: RunConfig) -> None:
-    """Import estimator and loss before anything starts. Raises ``ConfigError`` when one of them does not
-    exist."""
+def _check_what_is_named(config: RunConfig) -> None:
+    """Look for trackers, and import estimator and loss, before anything starts. Raises ``ConfigError`` when
+    one of them does not exist."""
+    require_installed(config.trainer.logger)
     resolve_advantage_estimator(config.algorithm.adv_estimator)
     resolve_policy_loss(policy_loss_name(config.actor_rollout_ref.actor, config.algorithm.rollout_correction))

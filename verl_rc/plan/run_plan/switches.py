@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from verl_rc.config.models import OptimConfig, torch_name
-from verl_rc.config.run import RunConfig, TokenRecordsConfig
+from verl_rc.config.run import EXPERIMENTS, RunConfig, TokenRecordsConfig
 
 UnreadRule = tuple[bool, Sequence[str], str]
 """Whether the keys are unread, the keys (leaves, or sections as ``section.*``), and the reason."""
@@ -186,16 +186,17 @@ def _trainer(config: RunConfig) -> Iterator[UnreadRule]:
         "token_records.enable=False",
     )
     yield alerts.mismatch_limit is None, _keys("trainer.alerts", "mismatch"), "mismatch_limit=null: never"
+    experiments = set(trainer.logger) & set(EXPERIMENTS)
     yield (
-        "wandb" not in trainer.logger or trainer.report != "at_end",
+        not experiments or trainer.report != "at_end",
         _keys("trainer", "wandb_text"),
         "no report goes to W&B: it takes logger=wandb and report=at_end",
     )
     default_folder = f"checkpoints/{trainer.project_name}/{trainer.experiment_name}"
     yield (
-        "wandb" not in trainer.logger and trainer.default_local_dir != default_folder,
+        not experiments and trainer.default_local_dir != default_folder,
         _keys("trainer", "project_name", "experiment_name"),
-        "logger has no wandb, and default_local_dir was given",
+        "logger has no tracker of runs, and default_local_dir was given",
     )
     alerts_save = "save_and_stop" in (alerts.mismatch, alerts.gap, alerts.cause, alerts.reward_collapse)
     yield (
