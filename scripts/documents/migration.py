@@ -102,6 +102,7 @@ OTHER_DEFAULTS: Mapping[str, tuple[object, str]] = {
     "data.train_files": ("~/data/rlhf/gsm8k/train.parquet", _EXAMPLES),
     "data.val_files": ("~/data/rlhf/gsm8k/test.parquet", _EXAMPLES),
     "data.dataloader_num_workers": (8, "the driver loads text fastest itself"),
+    "global_profiler.save_path": ("outputs/profile", "`profile` in the run's folder"),
     "actor_rollout_ref.model.path": ("~/models/deepseek-llm-7b-chat", _EXAMPLES),
     "actor_rollout_ref.model.enable_gradient_checkpointing": (
         True,

@@ -12,6 +12,7 @@ from verl_rc.config.distillation_checks import check_distillation
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.exact_checks import check_exact_mode
 from verl_rc.config.models import ENGINE_ADAPTER_RANKS, LearnerFsdpConfig, ReferenceConfig, torch_name
+from verl_rc.config.profiler_checks import check_profiler
 from verl_rc.config.rollout import OWNED_ENGINE_ARGUMENTS, EnvironmentConfig, MultiTurnConfig, RolloutConfig
 from verl_rc.config.run import FSDP_SECTIONS, RunConfig
 
@@ -518,6 +519,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     check_exact_mode,
     check_distillation,
     check_centering,
+    check_profiler,
     _resuming,
     _alerts,
     _ray,

@@ -17,6 +17,7 @@ from verl_rc.config.models import (
     ModelConfig,
     ReferenceConfig,
 )
+from verl_rc.config.profiler import ProfilerConfig
 from verl_rc.config.rollout import RolloutConfig
 from verl_rc.config.schema import (
     OneOrMore,
@@ -250,6 +251,8 @@ class RunConfig(StrictModel):
     """Rollouts beside updates."""
     trainer: TrainerConfig = TrainerConfig()
     """Length, devices, output."""
+    global_profiler: ProfilerConfig = ProfilerConfig()
+    """Traces of single steps."""
     ray_kwargs: RayKwargsConfig = RayKwargsConfig()
     """Ray."""
 

@@ -58,6 +58,7 @@ from verl_rc.trainer.cluster.weight_transport import open_transport
 from verl_rc.trainer.evaluate import open_for_validation
 from verl_rc.trainer.log import log, log_wait
 from verl_rc.trainer.openings import Openings
+from verl_rc.trainer.profiling import require_steps
 from verl_rc.trainer.scoring import open_scorer
 from verl_rc.trainer.services import Services
 from verl_rc.trainer.stop import StopRequest
@@ -111,7 +112,7 @@ def open_run(
             scorer = stack.enter_context(
                 open_scorer(config.reward, sources, config.trainer.ready_timeout_seconds)
             )
-        total_steps = steps_of_run(config.trainer, len(loader))
+        total_steps = _steps_of_run(config, len(loader), state.step)
         learners: list[ActorGroup | CriticGroup] = [actor] if critic is None else [actor, critic]
         config = _with_gradient_sums(config, processes, placement.device, folder)
         tracker = _open_tracker(config, folder, total_steps, state)
@@ -147,6 +148,12 @@ def open_run(
             block_size=engine.block_size,
         )
         yield services, replace(state, tracker_run_id=tracker.run_id)  # a resumed run goes on in W&B's run
+
+
+def _steps_of_run(config: RunConfig, steps_per_epoch: int, steps_done: int) -> int:
+    total_steps = steps_of_run(config.trainer, steps_per_epoch)
+    require_steps(config.global_profiler, total_steps, steps_done)
+    return total_steps
 
 
 def _open_tracker(config: RunConfig, folder: Path, total_steps: int, state: RunState) -> Tracker:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from verl_rc.config.models import OptimConfig, torch_name
+from verl_rc.config.profiler import ProfilerConfig
 from verl_rc.config.run import EXPERIMENTS, RunConfig, TokenRecordsConfig
 
 UnreadRule = tuple[bool, Sequence[str], str]
@@ -178,6 +179,11 @@ def _rollouts(config: RunConfig) -> Iterator[UnreadRule]:
 
 def _trainer(config: RunConfig) -> Iterator[UnreadRule]:
     trainer, alerts = config.trainer, config.trainer.alerts
+    yield (
+        config.global_profiler.tool is None,
+        _keys("global_profiler", *(name for name in ProfilerConfig.model_fields if name != "tool")),
+        "global_profiler.tool=null",
+    )
     yield (
         not trainer.token_records.enable,
         _keys(

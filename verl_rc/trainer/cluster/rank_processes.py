@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verl_rc.config.run import RunConfig
@@ -90,6 +91,10 @@ class RankProcesses:
         """Host and port at which the first rank waits for the other members of a group."""
         host, port = wait_for_all([self._processes[0].listen(self._host)])[0]
         return host, port
+
+    def switch_trace(self, rank: int, path: Path | None) -> Pending:
+        """Begin or write the trace of a rank; see ``StepTrace.switch``."""
+        return self._processes[rank].call("switch_trace", path)
 
     def close(self) -> None:
         """Ask every rank to leave the process group."""

@@ -114,7 +114,7 @@ def test_a_recipe_hands_over_what_it_was_given(override: str, tmp_path: Path) ->
 
 
 def test_what_is_refused_is_left_out_and_said() -> None:
-    migration = migrate(["global_profiler.steps=[1]", "data.return_raw_chat=True"])
+    migration = migrate(["data.use_shm=True", "data.return_raw_chat=True"])
     assert migration.overrides == []
     assert len(migration.notes) == 2
 
