@@ -189,6 +189,7 @@ MOVED = {
         f"{role}.ulysses_sequence_parallel_size": f"{role}.fsdp_config.ulysses_sequence_parallel_size"
         for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
     },
+    "reward.timeout": "reward.timeout_seconds",
     "critic.fsdp": "critic.fsdp_config",
     "critic.model.fsdp_config": "critic.fsdp_config",
     "rollout.n": "actor_rollout_ref.rollout.n",
@@ -229,6 +230,10 @@ def _environment_argument(name: str) -> Callable[[RunConfig], Any]:
 _SAMPLES = _equal(lambda config: config.actor_rollout_ref.rollout.n, "actor_rollout_ref.rollout.n")
 
 AGREEMENTS = {
+    "actor_rollout_ref.actor.checkpoint.save_lora_only": Agreement(
+        lambda config, value: value in (None, config.actor_rollout_ref.model.lora_rank > 0),
+        "a checkpoint has the adapters alone where there are any, and otherwise the whole model; drop it",
+    ),
     "actor_rollout_ref.actor.rollout_n": _SAMPLES,
     "actor_rollout_ref.ref.rollout_n": _SAMPLES,
     "critic.rollout_n": _SAMPLES,
@@ -281,11 +286,14 @@ AGREEMENTS = {
     "reward.reward_manager.name": Agreement(
         lambda config, name: (
             name in (None, "dapo")
-            or (name == "naive" and not config.reward.reward_kwargs.overlong_buffer_cfg.enable)
+            or (
+                name in ("naive", "rate_limited")
+                and not config.reward.reward_kwargs.overlong_buffer_cfg.enable
+            )
             or (name == "gdpo" and config.algorithm.adv_estimator == "gdpo")
         ),
         "scores come from one place; write dapo (with reward.reward_kwargs.overlong_buffer_cfg), naive "
-        "(without it), gdpo (with algorithm.adv_estimator=gdpo), or drop it",
+        "or rate_limited (without it), gdpo (with algorithm.adv_estimator=gdpo), or drop it",
     ),
 }
 """Keys of verl that must agree with the rest of the configuration."""

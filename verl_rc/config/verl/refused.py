@@ -150,11 +150,26 @@ _DATA_LEAVES = {
         NOTHING,
     ),
     "datagen": Refusal("data are read once, at start; write data.custom_cls", NOTHING),
+    "cache_dir": Refusal("files are read where they lie; drop it", ("~/.cache/verl/rlhf", *NOTHING)),
+    "chat_template_func": Refusal(
+        "the tokenizer's own template is used; write it into tokenizer_config.json, and its arguments as "
+        "data.apply_chat_template_kwargs",
+        NOTHING,
+    ),
+    "filter_prompts": Refusal(
+        "data.filter_overlong_prompts decides about long prompts; write that", (True, None)
+    ),
+    "need_tools_kwargs": Refusal(
+        "a tool gets what its row has in extra_info.tools_kwargs, and says itself what is missing; drop it",
+        OFF,
+    ),
 }
 """Leaves of ``data``."""
 
 _TRAINER_LEAVES = {
-    "balance_batch": Refusal("rows are always balanced over ranks by token count; drop it", (True,)),
+    "balance_keep_minibatch": Refusal(
+        "the rows of a mini-batch never leave it; drop it, and write balance_batch", EITHER
+    ),
     "esi_redundant_time": Refusal("it belongs to a service that is not supported; write 0", (0,)),
     "checkpoint_callback_class": Refusal(
         "checkpoints are folders under trainer.default_local_dir; drop it", NOTHING
@@ -235,6 +250,14 @@ _OTHER_LEAVES = {
         "a manager of one's own is not built; write reward.custom_reward_function",
         ("register", None, "custom_reward_manager"),
     ),
+    **{
+        f"reward.{leaf}": Refusal(
+            "calls are not counted per minute; limit them in your function, and write reward.num_workers and "
+            "reward.max_concurrent for their number at a time",
+            (None,),
+        )
+        for leaf in ("max_rpm", "max_tpm", "estimated_tokens_per_request")
+    },
     "reward.reward_model.rollout": Refusal(
         "the reward model is a classifier in a process of its own, served by no engine; write "
         "reward.reward_model.micro_batch_size_per_gpu, .dtype and .max_length",
@@ -267,11 +290,18 @@ _OTHER_LEAVES = {
     ),
     f"{_ACTOR}.use_fused_kernels": MODEL_LEAVES["use_fused_kernels"],
     **{
-        f"{_ACTOR}.router_replay.{name}": Refusal(
+        f"{role}.router_replay.{name}": Refusal(
             "experts travel with the samples they belong to; drop it", (None,)
         )
+        for role in (_ACTOR, _REF)
         for name in ("record_file", "replay_file")
     },
+    f"{_REF}.router_replay.mode": Refusal(
+        "the reference chooses its experts itself; write disabled", ("disabled", None)
+    ),
+    f"{_MODEL}.target_parameters": Refusal(
+        "adapters belong to linear layers, not to bare parameters; write target_modules", NOTHING
+    ),
     f"{_ACTOR}.ppo_micro_batch_size": Refusal(
         GLOBAL_BATCH.format(section=_ACTOR, key="ppo_micro_batch_size"), (None,)
     ),
@@ -326,6 +356,7 @@ _OTHER_LEAVES = {
         )
         for stage in ("rollout", "rollout_tq", "async_rollout")
     },
+    "skip.action": Refusal("rollouts are never replayed from a file; drop it", ("cache", None)),
     "async_training.use_trainer_do_validate": Refusal("validation runs on the engines; write False", OFF),
     "async_training.use_dynamic_resource_scheduling": Refusal("devices keep their role; write False", OFF),
     **{
@@ -364,6 +395,14 @@ RENAMED = {
 }
 """Refused keys whose values hold under another one. A run refuses them too, because some releases of verl
 ignore them."""
+
+DEAD_IN_VERL = (
+    f"{_ACTOR}.freeze_vision_tower",
+    f"{_ACTOR}.use_prefix_grouper",
+    "data.chat_template_func",
+    "data.filter_prompts",
+)
+"""Keys that verl's newest release has and never reads."""
 
 
 _DISTILLED = "distillation.distillation_loss"
