@@ -45,6 +45,10 @@ Data files and reward functions have verl's column names and signature, and metr
 SAME_KEYS: Mapping[str, tuple[str, str]] = {
     "trainer.n_gpus_per_node": ("GPUs of a node", "the same; on a CPU the number of trainer ranks"),
     "trainer.device": ("`cuda` or `npu`", "`auto` (GPUs where there are any), `cuda` or `cpu`"),
+    "trainer.balance_batch": (
+        "balances the whole batch over ranks, each of which then cuts its own mini-batches",
+        "balances each mini-batch over ranks; which rows it has does not depend on it",
+    ),
     "actor_rollout_ref.model.lora.merge": (
         "False where it is not given: engines apply the adapters",
         "True where it is not given: engines get merged weights. False is refused beside experts",
@@ -65,6 +69,10 @@ SAME_KEYS: Mapping[str, tuple[str, str]] = {
     "actor_rollout_ref.rollout.val_kwargs.do_sample": (
         "without effect: the temperature decides",
         "False is greedy",
+    ),
+    "reward.max_concurrent": (
+        "concurrent calls of the manager `rate_limited`",
+        "concurrent calls of each of `reward.num_workers` processes; above 1 for an `async def` alone",
     ),
     "data.truncation": (
         "without effect: prompts are cut on the left",
@@ -128,6 +136,7 @@ OTHER_DEFAULTS: Mapping[str, tuple[object, str]] = {
         False,
         "a prompt is computed once for its group, on every path; verl calls it use_prefix_grouper",
     ),
+    "critic.model.enable_activation_offload": (False, _FOLLOWS_MODEL),
     "critic.model.path": ("~/models/deepseek-llm-7b-chat", _FOLLOWS_MODEL),
     "critic.model.trust_remote_code": (False, _FOLLOWS_MODEL),
     "critic.model.enable_gradient_checkpointing": (True, _FOLLOWS_MODEL),

@@ -11,7 +11,14 @@ from verl_rc.config.device_checks import check_device
 from verl_rc.config.distillation_checks import check_distillation
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.exact_checks import check_exact_mode
-from verl_rc.config.models import ENGINE_ADAPTER_RANKS, LearnerFsdpConfig, ReferenceConfig, torch_name
+from verl_rc.config.models import (
+    ENGINE_ADAPTER_RANKS,
+    CriticModelConfig,
+    LearnerFsdpConfig,
+    ModelConfig,
+    ReferenceConfig,
+    torch_name,
+)
 from verl_rc.config.profiler_checks import check_profiler
 from verl_rc.config.rollout import OWNED_ENGINE_ARGUMENTS, EnvironmentConfig, MultiTurnConfig, RolloutConfig
 from verl_rc.config.run import FSDP_SECTIONS, RunConfig
@@ -99,6 +106,20 @@ def _batch_arithmetic(config: RunConfig) -> Iterator[str]:
             "or pass an estimator that trains on the score itself, such as "
             "algorithm.adv_estimator=reinforce_plus_plus."
         )
+
+
+def _activations(config: RunConfig) -> Iterator[str]:
+    models: dict[str, ModelConfig | CriticModelConfig] = {
+        "actor_rollout_ref.model": config.actor_rollout_ref.model
+    }
+    if config.needs_critic:
+        models["critic.model"] = config.critic.model
+    for section, model in models.items():
+        if model.enable_activation_offload and model.enable_gradient_checkpointing is False:
+            yield (
+                f"{section}.enable_activation_offload=True keeps the inputs of recomputed layers in host "
+                f"memory, and needs {section}.enable_gradient_checkpointing=True, got False; drop one."
+            )
 
 
 def _names(config: RunConfig) -> Iterator[str]:
@@ -504,6 +525,7 @@ def _ray(config: RunConfig) -> Iterator[str]:
 _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _data,
     _batch_arithmetic,
+    _activations,
     _names,
     _estimators,
     _dynamic_sampling,

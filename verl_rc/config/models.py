@@ -40,6 +40,9 @@ class ModelConfig(StrictModel):
     enable_gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass: less memory, a third more time. Null: true on GPUs, false
     on a CPU."""
+    enable_activation_offload: bool = False
+    """Keep the inputs of recomputed layers (``enable_gradient_checkpointing``) in pinned host memory for the
+    backward pass: less memory, more time. Without effect on a CPU. Never run on a GPU."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     lora_rank: int = Field(0, ge=0)
@@ -239,6 +242,8 @@ class CriticModelConfig(StrictModel):
         "actor_rollout_ref.model.enable_gradient_checkpointing"
     )
     """Recompute activations in the backward pass."""
+    enable_activation_offload: bool = follows("actor_rollout_ref.model.enable_activation_offload")
+    """Keep the inputs of recomputed layers in host memory."""
     trust_remote_code: bool = follows("actor_rollout_ref.model.trust_remote_code")
     """Run code that comes with the model."""
 

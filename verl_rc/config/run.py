@@ -107,6 +107,9 @@ class TrainerConfig(StrictModel):
     """Trainer ranks per node; on a CPU each needs a core."""
     seed: int = 1
     """Seed of the order of prompts and mini-batches, of samples, dropout and adapters."""
+    balance_batch: bool = True
+    """Give each rank equally many tokens of a mini-batch; False: equally many rows, in their order. Results
+    differ by rounding only."""
     total_epochs: int = Field(30, ge=1)
     """Passes over the training prompts."""
     total_training_steps: int | None = Field(None, ge=1)

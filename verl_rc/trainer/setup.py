@@ -87,7 +87,10 @@ def open_run(
         stack.enter_context(TRACE.writing(folder / TRACE_FILE if config.async_training.trace else None))
         placement = plan_placement(config)
         processes = RankProcesses(
-            placement, config.sequence_parallel_sizes, config.actor_rollout_ref.shares_prefixes
+            placement,
+            config.sequence_parallel_sizes,
+            config.actor_rollout_ref.shares_prefixes,
+            config.trainer.balance_batch,
         )
         actor = ActorGroup(processes)
         critic = CriticGroup(processes) if config.needs_critic else None

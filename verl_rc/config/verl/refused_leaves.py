@@ -142,7 +142,6 @@ MODEL_LEAVES = {
     "override_config": Refusal(
         "a model's configuration is used as it is; edit config.json in its folder", NOTHING
     ),
-    "enable_activation_offload": Refusal("it is not built; write enable_gradient_checkpointing=True", OFF),
     "lora_adapter_path": Refusal(
         "training does not start from an adapter; merge it into a model folder and give that", NOTHING
     ),

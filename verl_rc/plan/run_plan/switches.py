@@ -81,6 +81,8 @@ def _devices(config: RunConfig) -> Iterator[UnreadRule]:
         offloads = _keys(fsdp, "param_offload", *(("optimizer_offload",) if section in learners else ()))
         yield on_cpu, offloads, "trainer.device=cpu: weights lie in host memory anyway"
         yield config.num_ranks == 1, _keys(fsdp, "fsdp_size"), "one rank holds all weights"
+    yield on_cpu, _keys(_MODEL, "enable_activation_offload"), "trainer.device=cpu: all memory is the host's"
+    yield config.num_ranks == 1, _keys("trainer", "balance_batch"), "one rank has all rows"
     gradient_sums = [f"{section}.fsdp_config.use_no_sync_for_gradient_accumulation" for section in learners]
     yield config.num_ranks == 1, gradient_sums, "one rank: its gradients are whole anyway"
 

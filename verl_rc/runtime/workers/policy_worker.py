@@ -37,6 +37,7 @@ from verl_rc.runtime.weight_sync.sender import SendReceipt, WeightSender
 from verl_rc.runtime.weight_sync.shared_bucket import BucketHandle
 from verl_rc.runtime.weight_sync.survival import EngineRounding, UpdateSurvival
 from verl_rc.runtime.weight_sync.transfer_group import TransferAddress
+from verl_rc.runtime.workers.activation_offload import offload_layer_inputs
 from verl_rc.runtime.workers.forward import ForwardOptions, score_tokens
 from verl_rc.runtime.workers.host import host_memory
 from verl_rc.runtime.workers.language_model import load_causal_lm, torch_dtype
@@ -92,6 +93,8 @@ class PolicyWorker(Learner):
             model_config.head_dtype,
             torch_dtype(fsdp.dtype) if config.actor_rollout_ref.exact else None,
         )
+        if model_config.enable_activation_offload:
+            offload_layer_inputs(module, self._device.type)
         is_replayed = config.actor_rollout_ref.rollout.enable_rollout_routing_replay
         replay = RouterReplay(module) if is_replayed else None
         module, async_save = add_adapters(module, model_config), self._actor.checkpoint.async_save

@@ -37,12 +37,16 @@ class RankProcesses:
 
     worker = "verl_rc.runtime.workers.trainer_rank:TrainerRank"
 
-    def __init__(self, placement: Placement, sharing: Mapping[str, int], shares_prefixes: bool) -> None:
+    def __init__(
+        self, placement: Placement, sharing: Mapping[str, int], shares_prefixes: bool, balances: bool = True
+    ) -> None:
         """Start the processes; ``build`` loads the models. ``sharing``: by role, ranks that share the tokens
-        of their rows. ``shares_prefixes``: tokens that rows have in common are computed once."""
+        of their rows. ``shares_prefixes``: tokens that rows have in common are computed once. ``balances``:
+        ranks get equal numbers of tokens rather than of rows."""
         environment = trainer_environment(placement.trainer_threads, placement.one_node)
         self.sharing = sharing
         self.shares_prefixes = shares_prefixes
+        self.balances = balances
         self._host = LOOPBACK if placement.one_node else None
         self._processes = [
             RemoteProcess(f"{_listed(list(sharing))} rank {rank}", environment, **place.options())
