@@ -238,8 +238,8 @@ class TrainBatch(TensorClass):
     response_mask: Tensor
     """bool ``[B, R]``: tokens the policy produced."""
     loss_mask: Tensor
-    """bool ``[B, R]``: tokens of ``response_mask`` that rollout correction keeps, that are not too old, and
-    whose support is recorded where the engine filters."""
+    """bool ``[B, R]``: tokens of ``response_mask`` that rollout correction keeps, that are not too old, whose
+    support is recorded where the engine filters, and whose response may enter the loss."""
     advantages: Tensor
     """float32 ``[B, R]``, 0 where ``response_mask`` is False."""
     old_log_probs: Tensor

@@ -200,7 +200,11 @@ def update_actor(services: Services, gap_limit: float | None, inputs: StepInputs
     )
     record.add_records(report.metrics)
     planned_tokens = [mini.num_loss_tokens for mini in mini_batches]
-    record.ledger.book({"rejected": int(torch.count_nonzero(batch.response_mask & ~batch.loss_mask))})
+    truncated = torch.zeros_like(batch.response_mask)
+    if services.config.algorithm.mask_truncated_responses:
+        truncated = batch.response_mask & ~inputs.scored.rollouts.finished[:, None]
+    left_out = {"truncated": truncated, "rejected": batch.response_mask & ~batch.loss_mask & ~truncated}
+    record.ledger.book({account: int(torch.count_nonzero(mask)) for account, mask in left_out.items()})
     record.ledger.book(accounts_of_update(planned_tokens, report.loss_tokens, report.steps, actor.ppo_epochs))
     if actor.use_kl_loss:
         record.add({"actor/kl_coef": actor.kl_loss_coef})

@@ -54,8 +54,9 @@ def build_train_batch(
     ``kl_coef`` is the current weight of the KL penalty. ``current_version`` is that of the proximal policy,
     the training steps done, from which ages of tokens count. Correction decides weights and ``loss_mask``
     alone; rewards, advantages and their statistics use ``response_mask``, so that a reward on a rejected
-    token is never lost. Tokens older than ``max_token_age`` leave the loss, and so do tokens that were drawn
-    from a set that is not recorded: the trainer's log-probs are of another distribution.
+    token is never lost. Tokens older than ``max_token_age`` leave the loss, and so do truncated responses
+    with ``mask_truncated_responses``, and tokens that were drawn from a set that is not recorded: the
+    trainer's log-probs are of another distribution.
     """
     rollouts = scored.rollouts
     old_log_probs = corrector.log_probs_for_rewards(rollouts, evaluations)
@@ -91,6 +92,8 @@ def build_train_batch(
     loss_mask = rollouts.comparable_mask
     if correction is not None:
         loss_mask = loss_mask & correction.keep_mask
+    if algorithm.mask_truncated_responses:
+        loss_mask = loss_mask & rollouts.finished[:, None]
     if max_token_age is not None:
         loss_mask = loss_mask & (current_version - rollouts.policy_versions <= max_token_age)
     proximal = evaluations.proximal_log_probs
