@@ -122,6 +122,33 @@ def _activations(config: RunConfig) -> Iterator[str]:
             )
 
 
+def _entropy_target(config: RunConfig) -> Iterator[str]:
+    key, target = (
+        "algorithm.adaptive_entropy.target_entropy",
+        config.algorithm.adaptive_entropy.target_entropy,
+    )
+    if target is None:
+        return
+    coefficient = config.actor_rollout_ref.actor.entropy_coeff
+    if coefficient:
+        yield (
+            f"{key} sets the weight of the entropy and needs actor_rollout_ref.actor.entropy_coeff=0, got "
+            f"{coefficient}; drop one of them."
+        )
+    if config.algorithm.rollout_correction.mode != "decoupled":
+        yield (
+            f"{key} needs the entropy before each update, which only the decoupled mode computes: write "
+            "algorithm.rollout_correction.bypass_mode=False, and no proximal=interpolate; got "
+            f"{config.algorithm.rollout_correction.mode}."
+        )
+    top_k = config.actor_rollout_ref.rollout.top_k
+    if top_k > 0 and target >= math.log(top_k):
+        yield (
+            f"{key} must be below {math.log(top_k):.2f} nats, the largest entropy of "
+            f"actor_rollout_ref.rollout.top_k={top_k} tokens, got {target}."
+        )
+
+
 def _names(config: RunConfig) -> Iterator[str]:
     loss = config.actor_rollout_ref.actor.policy_loss
     names = {
@@ -526,6 +553,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _data,
     _batch_arithmetic,
     _activations,
+    _entropy_target,
     _names,
     _estimators,
     _dynamic_sampling,

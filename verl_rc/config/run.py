@@ -293,6 +293,12 @@ class RunConfig(StrictModel):
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
 
     @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether the entropy is in the actor's loss, in some steps at least."""
+        has_target = self.algorithm.adaptive_entropy.target_entropy is not None
+        return has_target or self.actor_rollout_ref.actor.entropy_coeff != 0
+
+    @property
     def has_reference_model(self) -> bool:
         """Whether the reference policy has its own model: with LoRA it is the actor without its
         adapters."""

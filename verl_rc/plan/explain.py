@@ -129,7 +129,7 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
         path = config.distillation.teacher.model_path
         yield "π_T", f"teacher: {path}, frozen, on the policy's own samples (teacher_log_probs); constant"
     yield from _weight_symbols(config.algorithm.rollout_correction, plan)
-    if policy.entropy_coeff:
+    if policy.has_entropy:
         yield "H(π)", "entropy of the current policy at each token (entropies); carries a gradient"
     if policy.kl_loss_coef:
         model = f"{config.actor_rollout_ref.ref.model_path}, frozen"
@@ -569,7 +569,9 @@ def total_formula(plan: PolicyPlan, kl_loss_type: str) -> str:
     average = AGGREGATIONS[plan.regulariser_aggregation]
     if plan.distillation is not None and plan.has_task_loss:
         terms.append(f"+ {plan.distillation.distillation_loss_coef:g} · L_teacher")
-    if plan.entropy_coeff:
+    if plan.entropy_target is not None:
+        terms.append(f"− c(H ≤ {plan.entropy_target:g}) · {average.average_of('H(π)')}")
+    elif plan.entropy_coeff:
         sign = "−" if plan.entropy_coeff > 0 else "+"
         terms.append(f"{sign} {abs(plan.entropy_coeff):g} · {average.average_of('H(π)')}")
     if plan.kl_loss_coef:

@@ -1,5 +1,6 @@
 """Setting up a run: processes start and import first, then ranks load their models, then engines start."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
@@ -215,6 +216,13 @@ def _load_tokenizer(config: RunConfig) -> Any:
     unread = unread_arguments(tokenizer.chat_template, given) if given else []
     if unread:
         log("data.apply_chat_template_kwargs: the chat template does not read %s", ", ".join(unread))
+    target = config.algorithm.adaptive_entropy.target_entropy
+    if target is not None and target >= math.log(len(tokenizer)):
+        raise ValueError(
+            "algorithm.adaptive_entropy.target_entropy must be below "
+            f"{math.log(len(tokenizer)):.2f} nats, the entropy of a token that is drawn evenly from the "
+            f"{len(tokenizer)} of the vocabulary, got {target}."
+        )
     if "teacher" in config.frozen_policies:
         teacher = config.frozen_policies["teacher"]
         require_same_vocabulary(tokenizer, teacher.model_path, model.trust_remote_code)

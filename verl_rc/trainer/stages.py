@@ -183,11 +183,15 @@ def update_actor(services: Services, gap_limit: float | None, inputs: StepInputs
         denominator=step.corrector.config.rejection_denominator,
     )
     is_limited = services.config.async_training.is_synchronous
+    entropy_coeff = None if inputs.mean_entropy is None else step.control.entropy_bonus(inputs.mean_entropy)
+    if entropy_coeff is not None:
+        record.add({"actor/entropy_coeff": entropy_coeff})
     request = UpdateRequest(
         step.corrector,
         policy_version=step.number - 1,
         gap_limit=services.gap_limit.fault(gap_limit) if is_limited else None,
         learning_rate_factor=1.0 if correction is None else correction.learning_rate_factor(),
+        entropy_coeff=entropy_coeff,
         measures_survival=services.is_due(rollout.sync_proof.survival_freq, step.number),
     )
     report = record.timed(

@@ -91,6 +91,8 @@ def train(services: Services, state: RunState) -> RunState:
         health = warn_of_ranges(services.tracker, outcome.findings.health, step)
         recorder.write(inputs, step)
         control = step.control.after_penalty(inputs.reward_kl, len(scored))
+        if inputs.mean_entropy is not None:
+            control = control.after_entropy(inputs.mean_entropy)
         state = replace(
             state,
             step=step.number,

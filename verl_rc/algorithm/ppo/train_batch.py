@@ -33,6 +33,12 @@ class StepInputs:
     ``algorithm.use_kl_in_reward``."""
 
     @property
+    def mean_entropy(self) -> float | None:
+        """Entropy of the proximal policy, mean over response tokens, nats. None where it is not evaluated."""
+        entropies = self.evaluations.entropies
+        return None if entropies is None else float(entropies[self.batch.response_mask].double().mean())
+
+    @property
     def measured(self) -> Measured | None:
         """The statistics of the correction. None where the actor corrects."""
         if self.correction is None:

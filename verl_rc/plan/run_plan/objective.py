@@ -40,6 +40,8 @@ class PolicyPlan:
     """Average of the entropy and KL terms."""
     entropy_coeff: float
     """Coefficient of the entropy; 0 means that entropy is only reported."""
+    entropy_target: float | None
+    """Entropy below which an adaptive coefficient acts, nats. None without one."""
     kl_loss_coef: float | None
     """Coefficient of the KL term. None without a KL term; 0 means that it is only reported."""
     distillation: DistillationLossConfig | None
@@ -56,6 +58,11 @@ class PolicyPlan:
         return "rollout" if self.mode == "bypass" else "proximal"
 
     @property
+    def has_entropy(self) -> bool:
+        """Whether the entropy is in the loss."""
+        return self.entropy_coeff != 0 or self.entropy_target is not None
+
+    @property
     def has_task_loss(self) -> bool:
         """Whether the task's rewards are trained on."""
         return self.distillation is None or self.distillation.use_task_rewards
@@ -63,7 +70,7 @@ class PolicyPlan:
     @property
     def aggregations(self) -> set[str]:
         """Averages of all terms in the loss."""
-        has_regulariser = self.entropy_coeff != 0 or bool(self.kl_loss_coef) or self.distillation is not None
+        has_regulariser = self.has_entropy or bool(self.kl_loss_coef) or self.distillation is not None
         policy_term = {self.aggregation} if self.has_task_loss else set()
         return policy_term | ({self.regulariser_aggregation} if has_regulariser else set())
 
@@ -85,6 +92,7 @@ def plan_policy(config: RunConfig) -> PolicyPlan:
         aggregation=(spec is not None and spec.aggregation) or actor.loss_agg_mode,
         regulariser_aggregation=actor.loss_agg_mode,
         entropy_coeff=actor.entropy_coeff,
+        entropy_target=config.algorithm.adaptive_entropy.target_entropy,
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
         distillation=distillation,
         teacher_loss=None if distillation is None else distillation_loss_name(distillation, correction),

@@ -125,6 +125,11 @@ def _data_and_rewards(config: RunConfig) -> Iterator[UnreadRule]:
         ("data.truncation",),
         "filter_overlong_prompts=True leaves nothing to cut",
     )
+    yield (
+        config.algorithm.adaptive_entropy.target_entropy is None,
+        _keys("algorithm.adaptive_entropy", "max_ent_coef", "delta_ent_coef"),
+        "target_entropy=null",
+    )
     yield not config.algorithm.filter_groups.enable, ("algorithm.filter_groups.*",), "it is not enabled"
     yield (
         not reward.reward_kwargs.overlong_buffer_cfg.enable,

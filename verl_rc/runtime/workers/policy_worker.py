@@ -108,7 +108,7 @@ class PolicyWorker(Learner):
         self._forward = ForwardOptions(
             config.actor_rollout_ref.rollout.temperature,
             model_config.use_remove_padding,
-            entropy_gradient=self._actor.entropy_coeff != 0,
+            entropy_gradient=config.has_entropy_bonus,
             ranks=sharing,
             prefixes=PrefixSharing() if config.actor_rollout_ref.shares_prefixes else None,
             replay=replay,
@@ -170,6 +170,7 @@ class PolicyWorker(Learner):
         correction = request.corrector.during_update(request.policy_version, len(mini_batches), self._ranks)
         totals = ObjectiveTotals("actor")
         loss_tokens = []
+        self._actor = request.options_of_step(self._actor)
         self._statistics_seconds = 0.0
         with self.model.in_use(with_optimizer=True) as module:
             module.train()
