@@ -122,6 +122,28 @@ def _activations(config: RunConfig) -> Iterator[str]:
             )
 
 
+def _refreshed_reference(config: RunConfig) -> Iterator[str]:
+    policy, key = config.actor_rollout_ref, "actor_rollout_ref.ref.sync_freq"
+    if not (config.needs_reference and policy.ref.sync_freq):
+        return
+    if policy.model.lora_rank:
+        yield (
+            f"{key} must be 0 with LoRA, whose reference is the actor without its adapters, got "
+            f"{policy.ref.sync_freq}; drop it, or write lora_rank=0."
+        )
+    if policy.ref.model_path != policy.model.path:
+        yield (
+            f"{key}={policy.ref.sync_freq} makes the reference the actor, and needs one model: drop "
+            f"actor_rollout_ref.ref.model_path={policy.ref.model_path}, or sync_freq."
+        )
+    sizes = policy.ref.fsdp_config.fsdp_size, policy.actor.fsdp_config.fsdp_size
+    if sizes[0] != sizes[1]:
+        yield (
+            f"{key}={policy.ref.sync_freq} needs actor_rollout_ref.ref.fsdp_config.fsdp_size to be that of "
+            f"the actor, {sizes[1]}, got {sizes[0]}."
+        )
+
+
 def _entropy_target(config: RunConfig) -> Iterator[str]:
     key, target = (
         "algorithm.adaptive_entropy.target_entropy",
@@ -554,6 +576,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _batch_arithmetic,
     _activations,
     _entropy_target,
+    _refreshed_reference,
     _names,
     _estimators,
     _dynamic_sampling,

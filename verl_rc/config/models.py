@@ -298,6 +298,8 @@ class ReferenceConfig(StrictModel):
 
     model_path: UserPath = follows("actor_rollout_ref.model.path")
     """Hugging Face model folder or hub id."""
+    sync_freq: int = Field(0, ge=0)
+    """Steps between refreshes of the reference policy, which makes it the actor of that step; 0: never."""
     fsdp_config: FrozenFsdpConfig = FrozenFsdpConfig()
     """Sharding and precision."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")

@@ -305,6 +305,11 @@ class RunConfig(StrictModel):
         return self.needs_reference and self.actor_rollout_ref.model.lora_rank == 0
 
     @property
+    def refreshes_reference(self) -> bool:
+        """Whether the reference policy becomes the actor from time to time."""
+        return self.has_reference_model and self.actor_rollout_ref.ref.sync_freq > 0
+
+    @property
     def frozen_policies(self) -> dict[str, FrozenPolicy]:
         """The policies that only score, with models of their own, by role."""
         policies: dict[str, FrozenPolicy] = {}

@@ -108,6 +108,16 @@ def _objective(config: RunConfig, plan: Plan) -> Iterator[str]:
     yield from _table(_symbols(config, plan))
 
 
+def _reference(config: RunConfig) -> str:
+    """The reference policy in words."""
+    reference = config.actor_rollout_ref.ref
+    if not config.has_reference_model:
+        return "the actor without its adapters"
+    if config.refreshes_reference:
+        return f"the actor of the last step that {reference.sync_freq} divides, first {reference.model_path}"
+    return f"{reference.model_path}, frozen"
+
+
 def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
     policy, actor = plan.policy, config.actor_rollout_ref.actor
     yield (
@@ -132,9 +142,7 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
     if policy.has_entropy:
         yield "H(π)", "entropy of the current policy at each token (entropies); carries a gradient"
     if policy.kl_loss_coef:
-        model = f"{config.actor_rollout_ref.ref.model_path}, frozen"
-        source = model if config.has_reference_model else "the actor without its adapters"
-        yield "π_ref", f"reference policy: {source} (ref_log_prob); constant"
+        yield "π_ref", f"reference policy: {_reference(config)} (ref_log_prob); constant"
     yield from _support(config.actor_rollout_ref.rollout)
     if config.actor_rollout_ref.rollout.enable_rollout_routing_replay:
         yield (

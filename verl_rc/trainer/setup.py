@@ -125,7 +125,7 @@ def open_run(
         stack.enter_context(_close_at_end(processes))
         if resumed is not None:
             with log_wait(f"checkpoint {resumed}"), _as_config_errors():
-                wait_for_all([pending for group in learners for pending in group.load(resumed / group.role)])
+                _load(resumed, [*learners, *frozen.values()])
         engine = _build_engines(engines, imports, config, options, folder)
         with log_wait("the transport of weights"):
             transport = open_transport(actor, engines, placement, config.actor_rollout_ref.rollout)
@@ -152,6 +152,12 @@ def open_run(
             block_size=engine.block_size,
         )
         yield services, replace(state, tracker_run_id=tracker.run_id)  # a resumed run goes on in W&B's run
+
+
+def _load(checkpoint: Path, groups: Sequence[RankGroup]) -> None:
+    """Load every group that the checkpoint has a part of: those that learn, and a refreshed reference."""
+    parts = [group for group in groups if (checkpoint / group.role).is_dir()]
+    wait_for_all([pending for group in parts for pending in group.load(checkpoint / group.role)])
 
 
 def _steps_of_run(config: RunConfig, steps_per_epoch: int, steps_done: int) -> int:

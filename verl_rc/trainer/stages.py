@@ -19,6 +19,8 @@ from verl_rc.records.scored_batch import ScoredBatch
 from verl_rc.runtime.exact.demand import require_exact
 from verl_rc.runtime.rollout.sampling import request_seed
 from verl_rc.runtime.workers.updates import ActorReport, UpdateRequest
+from verl_rc.trainer.cluster.remote import wait_for_all
+from verl_rc.trainer.log import log
 from verl_rc.trainer.services import Services
 from verl_rc.trainer.step_record import Step, StepRecord
 
@@ -213,6 +215,23 @@ def update_actor(services: Services, gap_limit: float | None, inputs: StepInputs
     if actor.use_kl_loss:
         record.add({"actor/kl_coef": actor.kl_loss_coef})
     return report
+
+
+def refresh_reference(services: Services, inputs: StepInputs, step: Step) -> None:
+    """Make the reference policy the actor, where that is due, and log how far apart they had been before the
+    step's updates."""
+    batch, frequency = inputs.batch, services.config.actor_rollout_ref.ref.sync_freq
+    if not services.config.refreshes_reference or step.number % frequency:
+        return
+    assert batch.reference_log_probs is not None
+    distances = (batch.old_log_probs - batch.reference_log_probs)[batch.response_mask].double()
+    with step.record.stage("ref"):
+        wait_for_all(services.actor.processes.refresh_reference())
+    log(
+        "step %d: the reference is the actor now; their divergence falls from %.3g nats a token to 0",
+        step.number,
+        float(distances.mean()) if len(distances) else 0.0,
+    )
 
 
 def write_samples(folder: str, scored: ScoredBatch, step: int) -> None:

@@ -83,6 +83,7 @@ def train(services: Services, state: RunState) -> RunState:
             outcome = Outcome(findings, state.left_out)
             if services.guards.decide_update(rewards, inputs, findings, step):
                 outcome = update(services, outcome, inputs, step)
+        stages.refresh_reference(services, inputs, step)
         if services.is_due(config.async_training.trigger_parameter_sync_step, step.number):
             supply.publish(step.number, step.record)
         if services.is_due(trainer.test_freq, step.number):

@@ -218,3 +218,20 @@ def test_offloaded_inputs_need_layers_that_are_recomputed(tmp_path: Path) -> Non
         ConfigError, match=r"needs actor_rollout_ref\.model\.enable_gradient_checkpointing=True"
     ):
         check_run(make_config(tmp_path, f"{model}.{offload}", f"{model}.enable_gradient_checkpointing=False"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["actor_rollout_ref.model.lora_rank=8"], "must be 0 with LoRA"),
+        (["actor_rollout_ref.ref.model_path=other"], "needs one model: drop"),
+        (["actor_rollout_ref.ref.fsdp_config.fsdp_size=1"], "fsdp_size to be that of the actor, -1, got 1"),
+    ],
+)
+def test_a_reference_that_cannot_become_the_actor_is_not_refreshed(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    refreshed = ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.ref.sync_freq=2"]
+    with pytest.raises(ConfigError, match=message):
+        check_run(make_config(tmp_path, *refreshed, *overrides))
+    check_run(make_config(tmp_path, *refreshed))

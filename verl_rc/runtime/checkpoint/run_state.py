@@ -65,8 +65,9 @@ FIXED_KEYS = (
     "actor_rollout_ref.model.lora_rank",
     "actor_rollout_ref.model.lora_alpha",
     "actor_rollout_ref.model.target_modules",
+    "actor_rollout_ref.ref.sync_freq",
 )
-"""Settings that decide which prompts and samples come next, or what the saved adapters mean.
+"""Settings that decide which prompts and samples come next, or what the saved models mean.
 
 Everything else may change when a run is resumed: learning rates, losses, corrections, lengths, ranks,
 engines, loggers, and paths (models and data may move; the prompt stream itself refuses other prompts).

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -385,9 +386,21 @@ class FrozenWorker:
 
 
 class ReferenceWorker(FrozenWorker):
-    """The reference policy."""
+    """The reference policy, which may become the actor from time to time and is saved then."""
 
     role = "reference"
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's part of a checkpoint; collective."""
+        self.model.save(folder)
+
+    def has_saved(self, wait: bool) -> bool:
+        """True: ``save`` does not write in the background."""
+        return True
+
+    def load(self, folder: Path) -> None:
+        """Restore a checkpoint; collective."""
+        self.model.load(folder)
 
 
 class TeacherWorker(FrozenWorker):

@@ -39,6 +39,10 @@ class TrainerRank:
         with self._random_numbers_of(role), record_function(f"{role}.{method}"):
             return getattr(self._workers[role], method)(*arguments)
 
+    def refresh_reference(self) -> None:
+        """Give the reference policy the actor's weights."""
+        self._workers["reference"].model.copy_from(self._workers["actor"].model)
+
     def switch_trace(self, path: Path | None) -> None:
         """See ``StepTrace.switch``."""
         self._trace.switch(path)

@@ -96,6 +96,10 @@ class RankProcesses:
         host, port = wait_for_all([self._processes[0].listen(self._host)])[0]
         return host, port
 
+    def refresh_reference(self) -> list[Pending]:
+        """Give the reference policy the actor's weights, on all ranks."""
+        return [process.call("refresh_reference") for process in self._processes]
+
     def switch_trace(self, rank: int, path: Path | None) -> Pending:
         """Begin or write the trace of a rank; see ``StepTrace.switch``."""
         return self._processes[rank].call("switch_trace", path)
