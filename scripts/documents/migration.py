@@ -45,6 +45,10 @@ Data files and reward functions have verl's column names and signature, and metr
 SAME_KEYS: Mapping[str, tuple[str, str]] = {
     "trainer.n_gpus_per_node": ("GPUs of a node", "the same; on a CPU the number of trainer ranks"),
     "trainer.device": ("`cuda` or `npu`", "`auto` (GPUs where there are any), `cuda` or `cpu`"),
+    "global_profiler.tool": (
+        "profiles the roles whose `profiler.enable` is True, a trace for each",
+        "profiles rank 0, or those that roles choose: a trace for each process, with all its models",
+    ),
     "trainer.balance_batch": (
         "balances the whole batch over ranks, each of which then cuts its own mini-batches",
         "balances each mini-batch over ranks; which rows it has does not depend on it",

@@ -21,7 +21,9 @@ from verl_rc.plan.run_plan import (
     PolicyPlan,
     UpdateArithmetic,
     inputs_of_update,
+    mask_meaning,
     plan_of,
+    reference_meaning,
 )
 from verl_rc.runtime.exact import what_it_means
 
@@ -108,16 +110,6 @@ def _objective(config: RunConfig, plan: Plan) -> Iterator[str]:
     yield from _table(_symbols(config, plan))
 
 
-def _reference(config: RunConfig) -> str:
-    """The reference policy in words."""
-    reference = config.actor_rollout_ref.ref
-    if not config.has_reference_model:
-        return "the actor without its adapters"
-    if config.refreshes_reference:
-        return f"the actor of the last step that {reference.sync_freq} divides, first {reference.model_path}"
-    return f"{reference.model_path}, frozen"
-
-
 def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
     policy, actor = plan.policy, config.actor_rollout_ref.actor
     yield (
@@ -142,7 +134,7 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
     if policy.has_entropy:
         yield "H(π)", "entropy of the current policy at each token (entropies); carries a gradient"
     if policy.kl_loss_coef:
-        yield "π_ref", f"reference policy: {_reference(config)} (ref_log_prob); constant"
+        yield "π_ref", f"reference policy: {reference_meaning(config)} (ref_log_prob); constant"
     yield from _support(config.actor_rollout_ref.rollout)
     if config.actor_rollout_ref.rollout.enable_rollout_routing_replay:
         yield (
@@ -151,7 +143,7 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
             "experts that it took in the engine, weighed by the actor's own router, through which the "
             "gradient goes. A reference policy takes its own",
         )
-    yield "m", _mask_meaning(config.algorithm.rollout_correction, plan)
+    yield "m", mask_meaning(config.algorithm, policy)
     if policy.spec is not None and policy.spec.ratio in ("row", "product"):
         yield (
             "",
@@ -260,17 +252,6 @@ def _weight_symbols(correction: RolloutCorrectionConfig, plan: Plan) -> Iterator
         f"{level} {_WEIGHTS[str(correction.rollout_is)]} {ratio}, {bounds}{scaled} (rollout_is_weights); "
         "constant".strip(),
     )
-
-
-def _mask_meaning(correction: RolloutCorrectionConfig, plan: Plan) -> str:
-    source = {
-        "reject_sequence": "whose row's log-probs are finite",
-        "reject_token": "whose log-probs are finite",
-    }
-    if not plan.policy.rejects_tokens:
-        condition = source.get(correction.nonfinite_logprob)
-        return "1 on response tokens (response_mask)" + (f" {condition}" if condition else "")
-    return "1 on response tokens that rejection kept (loss_mask = response_mask and keep_mask)"
 
 
 def _correction(correction: RolloutCorrectionConfig, plan: Plan) -> Iterator[Row]:

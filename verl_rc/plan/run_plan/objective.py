@@ -10,6 +10,7 @@ from verl_rc.algorithm.ppo.choices import (
     needs_statistics_first,
     policy_loss_name,
 )
+from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.config.algorithms import POLICY_LOSSES, EstimatorOption, EstimatorSpec, LossSpec
 from verl_rc.config.distillation import DistillationLossConfig
 from verl_rc.config.rollout_correction import CorrectionMode, ScoreCenteringConfig
@@ -169,3 +170,27 @@ def inputs_of_update(policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[
         yield from (
             ("teacher_top_ids", "teacher_top_log_probs") if reads_top_tokens else ("teacher_log_probs",)
         )
+
+
+def reference_meaning(config: RunConfig) -> str:
+    """The reference policy in words."""
+    reference = config.actor_rollout_ref.ref
+    if not config.has_reference_model:
+        return "the actor without its adapters"
+    if config.refreshes_reference:
+        return f"the actor of the last step that {reference.sync_freq} divides, first {reference.model_path}"
+    return f"{reference.model_path}, frozen"
+
+
+def mask_meaning(algorithm: AlgorithmConfig, policy: PolicyPlan) -> str:
+    """The mask of the loss in words."""
+    source = {
+        "reject_sequence": "whose row's log-probs are finite",
+        "reject_token": "whose log-probs are finite",
+    }
+    meaning = "1 on response tokens that rejection kept (loss_mask = response_mask and keep_mask)"
+    if not policy.rejects_tokens:
+        condition = source.get(algorithm.rollout_correction.nonfinite_logprob)
+        meaning = "1 on response tokens (response_mask)" + (f" {condition}" if condition else "")
+    truncated = ", of responses that a stop token ended" if algorithm.mask_truncated_responses else ""
+    return meaning + truncated
