@@ -15,7 +15,7 @@ class ProfilerConfig(StrictModel):
     as Chrome traces (docs/running.md)."""
 
     tool: Literal["torch"] | None = None
-    """``torch``: torch's own profiler; null: nothing is profiled."""
+    """``torch``: torch's own profiler, never run on a GPU here; null: nothing is profiled."""
     steps: _Steps | None = None
     """Training steps that are profiled."""
     profile_continuous_steps: bool = False
