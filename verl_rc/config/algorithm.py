@@ -76,8 +76,8 @@ class AlgorithmConfig(StrictModel):
     gdpo_reward_weights: list[float] | None = None
     """``gdpo``: weights of these columns; null: 1 each."""
     mask_truncated_responses: bool = False
-    """Leave responses that no stop token ended out of the actor's loss (DAPO's overlong filtering). They
-    count in group baselines and for the critic."""
+    """Leave responses that no stop token ended out of the actor's loss and its denominators (DAPO's overlong
+    filtering). They count in group baselines and for the critic."""
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     """Dynamic sampling."""
     use_kl_in_reward: bool = False

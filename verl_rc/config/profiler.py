@@ -27,10 +27,6 @@ class ProfilerConfig(StrictModel):
     engines: _Places = []
     """Engines that are profiled, likewise."""
 
-    def places(self, chosen: list[int] | Literal["all"], number: int) -> list[int]:
-        """The places that ``chosen`` (``ranks`` or ``engines``) names among ``number``."""
-        return list(range(number)) if chosen == "all" else chosen
-
     def window(self, step: int, last_step: int) -> tuple[int, int] | None:
         """First and last step of the trace that ``step`` belongs to; None where it is not profiled."""
         steps = self.steps or []
@@ -42,3 +38,8 @@ class ProfilerConfig(StrictModel):
         while self.profile_continuous_steps and last + 1 in steps and last < last_step:
             last += 1
         return first, last
+
+
+def places(chosen: list[int] | Literal["all"], number: int) -> list[int]:
+    """The ranks or engines that ``chosen`` names among ``number``."""
+    return list(range(number)) if chosen == "all" else chosen

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from verl_rc.config.profiler import places
 from verl_rc.config.run import RunConfig
 
 
@@ -21,5 +22,5 @@ def check_profiler(config: RunConfig) -> Iterator[str]:
         ("ranks", profiler.ranks, config.num_ranks),
         ("engines", profiler.engines, config.num_engines),
     ):
-        if max(profiler.places(chosen, number), default=0) >= number:
+        if max(places(chosen, number), default=0) >= number:
             yield f"global_profiler.{key} must be below the run's {number} {key}, got {chosen}."

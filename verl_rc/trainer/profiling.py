@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from verl_rc.config.errors import ConfigError
-from verl_rc.config.profiler import ProfilerConfig
+from verl_rc.config.profiler import ProfilerConfig, places
 from verl_rc.trainer.cluster.remote import wait_for_all
 from verl_rc.trainer.log import log
 from verl_rc.trainer.services import Services
@@ -41,9 +41,9 @@ def end(services: Services, step: int) -> None:
 
 def _switch(services: Services, name: Path | None) -> None:
     config, actor, engines = services.config.global_profiler, services.actor, services.engines
-    ranks = config.places(config.ranks, actor.num_ranks)
+    ranks = places(config.ranks, actor.num_ranks)
     wait_for_all([actor.processes.switch_trace(rank, _file(name, f"rank_{rank}")) for rank in ranks])
-    for engine in config.places(config.engines, engines.num_engines):
+    for engine in places(config.engines, engines.num_engines):
         engines.switch_trace(engine, _file(name, f"engine_{engine}"))
 
 

@@ -176,7 +176,7 @@ def update_actor(services: Services, gap_limit: float | None, inputs: StepInputs
     actor, rollout = services.config.actor_rollout_ref.actor, services.config.actor_rollout_ref.rollout
     record = step.record
     mini_batches = plan_mini_batches(
-        batch.response_mask,
+        batch.untruncated_mask,
         batch.loss_mask,
         rows_per_mini_batch=actor.ppo_mini_batch_size * rollout.n,
         epochs=actor.ppo_epochs,
@@ -206,10 +206,10 @@ def update_actor(services: Services, gap_limit: float | None, inputs: StepInputs
     )
     record.add_records(report.metrics)
     planned_tokens = [mini.num_loss_tokens for mini in mini_batches]
-    truncated = torch.zeros_like(batch.response_mask)
-    if services.config.algorithm.mask_truncated_responses:
-        truncated = batch.response_mask & ~inputs.scored.rollouts.finished[:, None]
-    left_out = {"truncated": truncated, "rejected": batch.response_mask & ~batch.loss_mask & ~truncated}
+    left_out = {
+        "truncated": batch.response_mask & ~batch.untruncated_mask,
+        "rejected": batch.untruncated_mask & ~batch.loss_mask,
+    }
     record.ledger.book({account: int(torch.count_nonzero(mask)) for account, mask in left_out.items()})
     record.ledger.book(accounts_of_update(planned_tokens, report.loss_tokens, report.steps, actor.ppo_epochs))
     if actor.use_kl_loss:

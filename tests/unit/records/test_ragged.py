@@ -33,6 +33,7 @@ def full_batch() -> TrainBatch:
     batch.policy_versions = torch.where(mask, 3, 0)
     batch.scores = torch.arange(6.0)
     batch.engines = torch.arange(6) % 2
+    batch.finished = torch.arange(6) % 2 == 0
     batch.tokens.restarts = mask & (torch.arange(7) % 2 == 1)
     batch.tokens.support_counts = torch.where(mask, torch.arange(7) % 3, 0)
     sizes = batch.tokens.support_counts.sum(-1, keepdim=True)

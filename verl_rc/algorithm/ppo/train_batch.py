@@ -98,10 +98,11 @@ def build_train_batch(
     loss_mask = rollouts.comparable_mask
     if correction is not None:
         loss_mask = loss_mask & correction.keep_mask
-    if algorithm.mask_truncated_responses:
-        loss_mask = loss_mask & rollouts.finished[:, None]
     if max_token_age is not None:
         loss_mask = loss_mask & (current_version - rollouts.policy_versions <= max_token_age)
+    finished = rollouts.finished if algorithm.mask_truncated_responses else None
+    if finished is not None:
+        loss_mask = loss_mask & finished[:, None]
     proximal = evaluations.proximal_log_probs
     batch = TrainBatch(
         tokens=rollouts.tokens,
@@ -118,6 +119,7 @@ def build_train_batch(
         teacher_top_ids=evaluations.teacher_top_ids,
         teacher_top_log_probs=evaluations.teacher_top_log_probs,
         engines=rollouts.engines,
+        finished=finished,
         batch_size=rollouts.batch_size,
     )
     return StepInputs(scored, evaluations, batch, correction, rewards, returns, reward_kl)

@@ -39,7 +39,8 @@ class MlflowSink(ExperimentSink):
         try:
             self._client = MlflowClient()
             if resume_id is not None:
-                self.run_id = str(self._client.update_run(resume_id, status="RUNNING") or resume_id)
+                self._client.update_run(resume_id, status="RUNNING")
+                self.run_id = resume_id
                 return
             experiment = self._client.get_experiment_by_name(project_name)
             place = (

@@ -112,13 +112,11 @@ def open_tracker(
     experiments: dict[str, ExperimentSink] = {}
     for name in [name for name in EXPERIMENTS if name in trainer.logger]:
         kept = run_dir / f"{name}_run_id"
-        if name != "wandb":
-            run_id_there = kept.read_text(encoding="utf-8") if steps_done and kept.exists() else None
-        else:
-            run_id_there = run_id
-        arguments = trainer.project_name, trainer.experiment_name, run_dir, config, run_id_there
-        experiments[name] = _class_of(name, f"{name.capitalize()}Sink")(*arguments)
-        if name != "wandb":
+        earlier = kept.read_text(encoding="utf-8") if steps_done and kept.exists() else None
+        arguments = trainer.project_name, trainer.experiment_name, run_dir, config
+        sink = _class_of(name, f"{name.capitalize()}Sink")
+        experiments[name] = sink(*arguments, run_id if name == "wandb" else earlier)
+        if name != "wandb":  # W&B's id is in the checkpoint
             kept.write_text(experiments[name].run_id, encoding="utf-8")
     return Tracker(sinks, experiments, run_id)
 

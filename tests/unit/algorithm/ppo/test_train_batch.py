@@ -60,29 +60,6 @@ def run_step(
     )
 
 
-@pytest.mark.parametrize("bypass", [True, False])
-def test_the_loss_of_truncated_responses_masked_is_that_of_the_others(bypass: bool) -> None:
-    """Beside a loop over the tokens of finished rows: ``mean(-A r)`` at a ratio of one is ``mean(-A)``."""
-    rollouts, evaluations = make_rollouts()
-    rollouts.finished = torch.tensor([True, False, True, False])
-    config = algorithm(bypass_mode=bypass).model_copy(update={"mask_truncated_responses": True})
-    if bypass:
-        evaluations.proximal_log_probs = None
-    masked, whole = (
-        run_step(rollouts, evaluations, config).batch,
-        run_step(*make_rollouts(), algorithm()).batch,
-    )
-    assert torch.equal(masked.advantages, whole.advantages)
-    assert torch.equal(masked.response_mask, whole.response_mask)
-    total, count = 0.0, 0
-    for row, length in enumerate(LENGTHS):
-        for token in range(length if row in (0, 2) else 0):
-            total, count = total - float(whole.advantages[row, token]), count + 1
-    loss = -masked.advantages.double()[masked.loss_mask].mean()
-    assert int(masked.loss_mask.sum()) == count
-    assert float(loss) == pytest.approx(total / count, abs=1e-12)
-
-
 def test_scores_lie_on_the_last_token_of_the_mask() -> None:
     mask = torch.tensor([[True, True, False], [True, False, True], [False, False, False]])
     rewards = outcome_rewards(torch.tensor([2.0, 3.0, 5.0]), mask)
