@@ -60,6 +60,7 @@ written `choice(2.0,3.0)`. `main_sft` has the same options and no groups.
 OWN_SECTIONS = (
     "actor_rollout_ref.rollout.environment",
     "actor_rollout_ref.rollout.sync_proof",
+    "algorithm.adaptive_entropy",
     "algorithm.rollout_correction.score_centering",
     "trainer.alerts",
     "trainer.token_records",

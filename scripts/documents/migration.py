@@ -45,6 +45,14 @@ Data files and reward functions have verl's column names and signature, and metr
 SAME_KEYS: Mapping[str, tuple[str, str]] = {
     "trainer.n_gpus_per_node": ("GPUs of a node", "the same; on a CPU the number of trainer ranks"),
     "trainer.device": ("`cuda` or `npu`", "`auto` (GPUs where there are any), `cuda` or `cpu`"),
+    "global_profiler.tool": (
+        "profiles the roles whose `profiler.enable` is True, a trace for each",
+        "profiles rank 0, or those that roles choose: a trace for each process, with all its models",
+    ),
+    "trainer.balance_batch": (
+        "balances the whole batch over ranks, each of which then cuts its own mini-batches",
+        "balances each mini-batch over ranks; which rows it has does not depend on it",
+    ),
     "actor_rollout_ref.model.lora.merge": (
         "False where it is not given: engines apply the adapters",
         "True where it is not given: engines get merged weights. False is refused beside experts",
@@ -65,6 +73,10 @@ SAME_KEYS: Mapping[str, tuple[str, str]] = {
     "actor_rollout_ref.rollout.val_kwargs.do_sample": (
         "without effect: the temperature decides",
         "False is greedy",
+    ),
+    "reward.max_concurrent": (
+        "concurrent calls of the manager `rate_limited`",
+        "concurrent calls of each of `reward.num_workers` processes; above 1 for an `async def` alone",
     ),
     "data.truncation": (
         "without effect: prompts are cut on the left",
@@ -102,6 +114,7 @@ OTHER_DEFAULTS: Mapping[str, tuple[object, str]] = {
     "data.train_files": ("~/data/rlhf/gsm8k/train.parquet", _EXAMPLES),
     "data.val_files": ("~/data/rlhf/gsm8k/test.parquet", _EXAMPLES),
     "data.dataloader_num_workers": (8, "the driver loads text fastest itself"),
+    "global_profiler.save_path": ("outputs/profile", "`profile` in the run's folder"),
     "actor_rollout_ref.model.path": ("~/models/deepseek-llm-7b-chat", _EXAMPLES),
     "actor_rollout_ref.actor.freeze_vision_tower": (
         False,
@@ -131,6 +144,7 @@ OTHER_DEFAULTS: Mapping[str, tuple[object, str]] = {
         False,
         "a prompt is computed once for its group, on every path; verl calls it use_prefix_grouper",
     ),
+    "critic.model.enable_activation_offload": (False, _FOLLOWS_MODEL),
     "critic.model.path": ("~/models/deepseek-llm-7b-chat", _FOLLOWS_MODEL),
     "critic.model.trust_remote_code": (False, _FOLLOWS_MODEL),
     "critic.model.enable_gradient_checkpointing": (True, _FOLLOWS_MODEL),

@@ -30,6 +30,11 @@ SHOWN_ELSEWHERE = {
     # an estimator of the user's own
     "tests/unit/algorithm/advantage/test_declared_inputs.py": "algorithm.adv_estimator_inputs",
     # features that the run has turned off
+    "tests/unit/config/test_profiler.py": "global_profiler.profile_continuous_steps "
+    "global_profiler.save_path global_profiler.ranks global_profiler.engines",
+    "tests/integration/test_refreshed_reference.py": "actor_rollout_ref.ref.sync_freq",
+    "tests/unit/algorithm/ppo/test_control.py": "algorithm.adaptive_entropy.max_ent_coef "
+    "algorithm.adaptive_entropy.delta_ent_coef",
     "tests/unit/trainer/test_asynchronous_modes.py": "async_training.group_timeout_seconds "
     "async_training.max_off_policy_strategy async_training.partial_rollout async_training.order "
     "async_training.max_off_policy_threshold",

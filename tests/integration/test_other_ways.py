@@ -1,6 +1,7 @@
 """The real loop by its other ways: bypass mode, LoRA with its own reference, a teacher, lent memory, two
 engines; ended by Ctrl-C."""
 
+import gzip
 import json
 import os
 import signal
@@ -12,6 +13,9 @@ import pytest
 from real_runs import left_over_processes, marked_environment
 from small_runs import ROOT, run_overrides
 
+from verl_rc.insight.page import build_page
+from verl_rc.insight.run_folder import read_run
+from verl_rc.insight.verdict import verdict_of
 from verl_rc.metrics import check_names
 
 OTHER_WAYS = [
@@ -31,6 +35,11 @@ OTHER_WAYS = [
     "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
     "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
     "trainer.logger=[console,tensorboard]",
+    "global_profiler.tool=torch",
+    "global_profiler.steps=[1,2]",
+    "global_profiler.profile_continuous_steps=True",
+    "actor_rollout_ref.rollout.profiler.enable=True",
+    "actor_rollout_ref.rollout.profiler.ranks=[1]",
     "trainer.save_freq=2",
     "trainer.total_epochs=1000",
     "trainer.total_training_steps=10000",
@@ -117,6 +126,21 @@ def test_validation_with_two_samples_and_tensorboard(
 ) -> None:
     assert {"val-core/digits/acc/mean@2", "val-core/digits/acc/best@2/mean"} <= steps[0].keys()
     assert list((interrupted_run / "tensorboard").iterdir())
+
+
+def test_a_rank_and_an_engine_have_a_trace_of_two_steps(interrupted_run: Path) -> None:
+    names = {}
+    for path in sorted((interrupted_run / "profile").iterdir()):
+        with gzip.open(path) as file:
+            names[path.name] = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+    rank, engine = "steps_1-2_rank_0.json.gz", "steps_1-2_engine_1.json.gz"
+    assert names.keys() == {rank, engine}
+    for call in ("actor.update", "actor.compute_reference_log_probs", "teacher.compute_log_probs"):
+        assert names[rank].count(call) == 2
+    assert "_C::rotary_embedding" in names[engine]
+    assert "actor.update" not in names[engine]
+    page = build_page(run := read_run(interrupted_run), verdict_of(run))
+    assert all(f'<a href="profile/{name}">{name}</a>' in page for name in names)
 
 
 def test_the_checkpoint_of_a_lora_run_holds_the_adapters_alone(interrupted_run: Path) -> None:

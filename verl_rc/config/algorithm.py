@@ -26,6 +26,18 @@ class KlControlConfig(StrictModel):
     """Rows in which an adaptive weight would double at a relative error of 1."""
 
 
+class AdaptiveEntropyConfig(StrictModel):
+    """``algorithm.adaptive_entropy.*``: an entropy bonus whose weight holds the policy's entropy up
+    (Skywork-OR1, arXiv:2505.22312); it needs the decoupled mode."""
+
+    target_entropy: float | None = Field(None, gt=0)
+    """Entropy that the policy should keep, nats per token; null: ``actor.entropy_coeff`` is the weight."""
+    max_ent_coef: float = Field(0.005, gt=0)
+    """Largest weight of the bonus."""
+    delta_ent_coef: float = Field(0.0001, gt=0)
+    """Step of the weight, which begins at 0: up after a batch below the target, down after one above."""
+
+
 class FilterGroupsConfig(StrictModel):
     """``algorithm.filter_groups.*``: dynamic sampling (DAPO, arXiv:2503.14476): train only on prompts whose
     samples differ."""
@@ -63,6 +75,9 @@ class AlgorithmConfig(StrictModel):
     """
     gdpo_reward_weights: list[float] | None = None
     """``gdpo``: weights of these columns; null: 1 each."""
+    mask_truncated_responses: bool = False
+    """Leave responses that no stop token ended out of the actor's loss and its denominators (DAPO's overlong
+    filtering). They count in group baselines and for the critic."""
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     """Dynamic sampling."""
     use_kl_in_reward: bool = False
@@ -71,6 +86,8 @@ class AlgorithmConfig(StrictModel):
     """Estimator of the KL penalty."""
     kl_ctrl: KlControlConfig = KlControlConfig()
     """Weight of the KL penalty."""
+    adaptive_entropy: AdaptiveEntropyConfig = AdaptiveEntropyConfig()
+    """An entropy bonus towards a target."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     """Importance weights and rejection between rollout and trainer; ``preset`` sets several keys at once."""
 

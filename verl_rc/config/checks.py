@@ -11,7 +11,15 @@ from verl_rc.config.device_checks import check_device
 from verl_rc.config.distillation_checks import check_distillation
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.exact_checks import check_exact_mode
-from verl_rc.config.models import ENGINE_ADAPTER_RANKS, LearnerFsdpConfig, ReferenceConfig, torch_name
+from verl_rc.config.models import (
+    ENGINE_ADAPTER_RANKS,
+    CriticModelConfig,
+    LearnerFsdpConfig,
+    ModelConfig,
+    ReferenceConfig,
+    torch_name,
+)
+from verl_rc.config.profiler_checks import check_profiler
 from verl_rc.config.rollout import OWNED_ENGINE_ARGUMENTS, EnvironmentConfig, MultiTurnConfig, RolloutConfig
 from verl_rc.config.run import FSDP_SECTIONS, RunConfig
 
@@ -97,6 +105,69 @@ def _batch_arithmetic(config: RunConfig) -> Iterator[str]:
             f"needs actor_rollout_ref.rollout.n >= 2, got {samples}: every advantage would be 0. Raise it, "
             "or pass an estimator that trains on the score itself, such as "
             "algorithm.adv_estimator=reinforce_plus_plus."
+        )
+
+
+def _activations(config: RunConfig) -> Iterator[str]:
+    models: dict[str, ModelConfig | CriticModelConfig] = {
+        "actor_rollout_ref.model": config.actor_rollout_ref.model
+    }
+    if config.needs_critic:
+        models["critic.model"] = config.critic.model
+    for section, model in models.items():
+        if model.enable_activation_offload and model.enable_gradient_checkpointing is False:
+            yield (
+                f"{section}.enable_activation_offload=True keeps the inputs of recomputed layers in host "
+                f"memory, and needs {section}.enable_gradient_checkpointing=True, got False; drop one."
+            )
+
+
+def _refreshed_reference(config: RunConfig) -> Iterator[str]:
+    policy, key = config.actor_rollout_ref, "actor_rollout_ref.ref.sync_freq"
+    if not (config.needs_reference and policy.ref.sync_freq):
+        return
+    if policy.model.lora_rank:
+        yield (
+            f"{key} must be 0 with LoRA, whose reference is the actor without its adapters, got "
+            f"{policy.ref.sync_freq}; drop it, or write lora_rank=0."
+        )
+    if policy.ref.model_path != policy.model.path:
+        yield (
+            f"{key}={policy.ref.sync_freq} makes the reference the actor, and needs one model: drop "
+            f"actor_rollout_ref.ref.model_path={policy.ref.model_path}, or sync_freq."
+        )
+    sizes = policy.ref.fsdp_config.fsdp_size, policy.actor.fsdp_config.fsdp_size
+    if sizes[0] != sizes[1]:
+        yield (
+            f"{key}={policy.ref.sync_freq} needs actor_rollout_ref.ref.fsdp_config.fsdp_size to be that of "
+            f"the actor, {sizes[1]}, got {sizes[0]}."
+        )
+
+
+def _entropy_target(config: RunConfig) -> Iterator[str]:
+    key, target = (
+        "algorithm.adaptive_entropy.target_entropy",
+        config.algorithm.adaptive_entropy.target_entropy,
+    )
+    if target is None:
+        return
+    coefficient = config.actor_rollout_ref.actor.entropy_coeff
+    if coefficient:
+        yield (
+            f"{key} sets the weight of the entropy and needs actor_rollout_ref.actor.entropy_coeff=0, got "
+            f"{coefficient}; drop one of them."
+        )
+    if config.algorithm.rollout_correction.mode != "decoupled":
+        yield (
+            f"{key} needs the entropy before each update, which only the decoupled mode computes: write "
+            "algorithm.rollout_correction.bypass_mode=False, and no proximal=interpolate; got "
+            f"{config.algorithm.rollout_correction.mode}."
+        )
+    top_k = config.actor_rollout_ref.rollout.top_k
+    if top_k > 0 and target >= math.log(top_k):
+        yield (
+            f"{key} must be below {math.log(top_k):.2f} nats, the largest entropy of "
+            f"actor_rollout_ref.rollout.top_k={top_k} tokens, got {target}."
         )
 
 
@@ -503,6 +574,9 @@ def _ray(config: RunConfig) -> Iterator[str]:
 _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _data,
     _batch_arithmetic,
+    _activations,
+    _entropy_target,
+    _refreshed_reference,
     _names,
     _estimators,
     _dynamic_sampling,
@@ -518,6 +592,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     check_exact_mode,
     check_distillation,
     check_centering,
+    check_profiler,
     _resuming,
     _alerts,
     _ray,

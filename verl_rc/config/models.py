@@ -40,6 +40,9 @@ class ModelConfig(StrictModel):
     enable_gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass: less memory, a third more time. Null: true on GPUs, false
     on a CPU."""
+    enable_activation_offload: bool = False
+    """Keep the inputs of recomputed layers (``enable_gradient_checkpointing``) in pinned host memory for the
+    backward pass: less memory, more time. Without effect on a CPU. Never run on a GPU."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     lora_rank: int = Field(0, ge=0)
@@ -241,6 +244,8 @@ class CriticModelConfig(StrictModel):
         "actor_rollout_ref.model.enable_gradient_checkpointing"
     )
     """Recompute activations in the backward pass."""
+    enable_activation_offload: bool = follows("actor_rollout_ref.model.enable_activation_offload")
+    """Keep the inputs of recomputed layers in host memory."""
     trust_remote_code: bool = follows("actor_rollout_ref.model.trust_remote_code")
     """Run code that comes with the model."""
 
@@ -295,6 +300,8 @@ class ReferenceConfig(StrictModel):
 
     model_path: UserPath = follows("actor_rollout_ref.model.path")
     """Hugging Face model folder or hub id."""
+    sync_freq: int = Field(0, ge=0)
+    """Steps between refreshes of the reference policy, which makes it the actor of that step; 0: never."""
     fsdp_config: FrozenFsdpConfig = FrozenFsdpConfig()
     """Sharding and precision."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")

@@ -17,6 +17,7 @@ from verl_rc.config.models import (
     ModelConfig,
     ReferenceConfig,
 )
+from verl_rc.config.profiler import ProfilerConfig
 from verl_rc.config.rollout import RolloutConfig
 from verl_rc.config.schema import (
     OneOrMore,
@@ -31,6 +32,9 @@ from verl_rc.config.schema import (
 from verl_rc.config.task import DataConfig, RewardConfig
 
 AlertAction = Literal["warn", "skip", "save_and_stop"]
+EXPERIMENTS = ("wandb", "mlflow", "swanlab", "trackio")
+"""Loggers that keep a run of their own, with project and name."""
+Logger = Literal["console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 
 
 class AlertsConfig(StrictModel):
@@ -87,14 +91,12 @@ class TrainerConfig(StrictModel):
     """``trainer.*``."""
 
     project_name: str = "verl_rc"
-    """Project in W&B."""
+    """Project in W&B and other trackers."""
     experiment_name: str = "default"
-    """Run name in W&B."""
-    logger: Annotated[list[Literal["console", "file", "wandb", "tensorboard"]], OneOrMore] = [
-        "console",
-        "wandb",
-    ]
-    """Sinks of metrics besides metrics.jsonl: console, wandb, tensorboard (a name or a list)."""
+    """Run name in W&B and other trackers."""
+    logger: Annotated[list[Logger], OneOrMore] = ["console", "wandb"]
+    """Sinks of metrics besides metrics.jsonl (a name or a list): console, wandb, mlflow, swanlab, trackio,
+    tensorboard; file is metrics.jsonl itself."""
     default_local_dir: UserPath | None = None
     """The run's folder; null: checkpoints/<project_name>/<experiment_name>."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -105,6 +107,9 @@ class TrainerConfig(StrictModel):
     """Trainer ranks per node; on a CPU each needs a core."""
     seed: int = 1
     """Seed of the order of prompts and mini-batches, of samples, dropout and adapters."""
+    balance_batch: bool = True
+    """Give each rank equally many tokens of a mini-batch; False: equally many rows, in their order. Results
+    differ by rounding only."""
     total_epochs: int = Field(30, ge=1)
     """Passes over the training prompts."""
     total_training_steps: int | None = Field(None, ge=1)
@@ -141,7 +146,7 @@ class TrainerConfig(StrictModel):
     report: Literal["at_end", "never"] = "at_end"
     """``at_end``: the run writes ``report.html`` into its folder when it ends or fails."""
     wandb_text: bool = False
-    """Show prompts, responses and tokens in the report's page in W&B."""
+    """Show prompts, responses and tokens in the report's page in W&B and other trackers."""
     hang_timeout_seconds: float = Field(3600.0, gt=0)
     """Time limit for any other answer of a process, seconds. An engine that exceeds it is killed and
     replaced; for another process, stacks are written to the run's folder and the run ends."""
@@ -249,6 +254,8 @@ class RunConfig(StrictModel):
     """Rollouts beside updates."""
     trainer: TrainerConfig = TrainerConfig()
     """Length, devices, output."""
+    global_profiler: ProfilerConfig = ProfilerConfig()
+    """Traces of single steps."""
     ray_kwargs: RayKwargsConfig = RayKwargsConfig()
     """Ray."""
 
@@ -286,10 +293,21 @@ class RunConfig(StrictModel):
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
 
     @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether the entropy is in the actor's loss, in some steps at least."""
+        has_target = self.algorithm.adaptive_entropy.target_entropy is not None
+        return has_target or self.actor_rollout_ref.actor.entropy_coeff != 0
+
+    @property
     def has_reference_model(self) -> bool:
         """Whether the reference policy has its own model: with LoRA it is the actor without its
         adapters."""
         return self.needs_reference and self.actor_rollout_ref.model.lora_rank == 0
+
+    @property
+    def refreshes_reference(self) -> bool:
+        """Whether the reference policy becomes the actor from time to time."""
+        return self.has_reference_model and self.actor_rollout_ref.ref.sync_freq > 0
 
     @property
     def frozen_policies(self) -> dict[str, FrozenPolicy]:

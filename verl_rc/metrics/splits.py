@@ -31,6 +31,7 @@ STAGES = {
 TOKEN_ACCOUNTS = {
     "trained": "in the loss of an update that was taken, in the first epoch",
     "rejected": "left out by rollout correction; where the actor corrects, in the first epoch",
+    "truncated": "of responses that algorithm.mask_truncated_responses left out",
     "nonfinite": "in the loss of an update skipped because its gradient was not finite",
     "overflow": "in the loss of an update skipped because gradient · actor/loss_scale overflowed float16",
     "withheld": "of a batch that critic warm-up or an alert withheld from the actor",

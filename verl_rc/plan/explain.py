@@ -21,7 +21,9 @@ from verl_rc.plan.run_plan import (
     PolicyPlan,
     UpdateArithmetic,
     inputs_of_update,
+    mask_meaning,
     plan_of,
+    reference_meaning,
 )
 from verl_rc.runtime.exact import what_it_means
 
@@ -129,12 +131,10 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
         path = config.distillation.teacher.model_path
         yield "π_T", f"teacher: {path}, frozen, on the policy's own samples (teacher_log_probs); constant"
     yield from _weight_symbols(config.algorithm.rollout_correction, plan)
-    if policy.entropy_coeff:
+    if policy.has_entropy:
         yield "H(π)", "entropy of the current policy at each token (entropies); carries a gradient"
     if policy.kl_loss_coef:
-        model = f"{config.actor_rollout_ref.ref.model_path}, frozen"
-        source = model if config.has_reference_model else "the actor without its adapters"
-        yield "π_ref", f"reference policy: {source} (ref_log_prob); constant"
+        yield "π_ref", f"reference policy: {reference_meaning(config)} (ref_log_prob); constant"
     yield from _support(config.actor_rollout_ref.rollout)
     if config.actor_rollout_ref.rollout.enable_rollout_routing_replay:
         yield (
@@ -143,7 +143,7 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
             "experts that it took in the engine, weighed by the actor's own router, through which the "
             "gradient goes. A reference policy takes its own",
         )
-    yield "m", _mask_meaning(config.algorithm.rollout_correction, plan)
+    yield "m", mask_meaning(config.algorithm, policy)
     if policy.spec is not None and policy.spec.ratio in ("row", "product"):
         yield (
             "",
@@ -252,17 +252,6 @@ def _weight_symbols(correction: RolloutCorrectionConfig, plan: Plan) -> Iterator
         f"{level} {_WEIGHTS[str(correction.rollout_is)]} {ratio}, {bounds}{scaled} (rollout_is_weights); "
         "constant".strip(),
     )
-
-
-def _mask_meaning(correction: RolloutCorrectionConfig, plan: Plan) -> str:
-    source = {
-        "reject_sequence": "whose row's log-probs are finite",
-        "reject_token": "whose log-probs are finite",
-    }
-    if not plan.policy.rejects_tokens:
-        condition = source.get(correction.nonfinite_logprob)
-        return "1 on response tokens (response_mask)" + (f" {condition}" if condition else "")
-    return "1 on response tokens that rejection kept (loss_mask = response_mask and keep_mask)"
 
 
 def _correction(correction: RolloutCorrectionConfig, plan: Plan) -> Iterator[Row]:
@@ -569,7 +558,9 @@ def total_formula(plan: PolicyPlan, kl_loss_type: str) -> str:
     average = AGGREGATIONS[plan.regulariser_aggregation]
     if plan.distillation is not None and plan.has_task_loss:
         terms.append(f"+ {plan.distillation.distillation_loss_coef:g} · L_teacher")
-    if plan.entropy_coeff:
+    if plan.entropy_target is not None:
+        terms.append(f"− c(H ≤ {plan.entropy_target:g}) · {average.average_of('H(π)')}")
+    elif plan.entropy_coeff:
         sign = "−" if plan.entropy_coeff > 0 else "+"
         terms.append(f"{sign} {abs(plan.entropy_coeff):g} · {average.average_of('H(π)')}")
     if plan.kl_loss_coef:

@@ -242,8 +242,8 @@ class TrainBatch(TensorClass):
     response_mask: Tensor
     """bool ``[B, R]``: tokens the policy produced."""
     loss_mask: Tensor
-    """bool ``[B, R]``: tokens of ``response_mask`` that rollout correction keeps, that are not too old, and
-    whose support is recorded where the engine filters."""
+    """bool ``[B, R]``: tokens of ``response_mask`` that rollout correction keeps, that are not too old, whose
+    support is recorded where the engine filters, and whose response may enter the loss."""
     advantages: Tensor
     """float32 ``[B, R]``, 0 where ``response_mask`` is False."""
     old_log_probs: Tensor
@@ -269,6 +269,8 @@ class TrainBatch(TensorClass):
     """See ``PolicyEvaluations``."""
     engines: Tensor | None = None
     """See ``RolloutBatch``."""
+    finished: Tensor | None = None
+    """See ``RolloutBatch``. There with ``algorithm.mask_truncated_responses``."""
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""
@@ -278,6 +280,11 @@ class TrainBatch(TensorClass):
     def comparable_mask(self) -> Tensor:
         """See ``TokenBatch.mask_of_known_distribution``."""
         return self.tokens.mask_of_known_distribution(self.response_mask)
+
+    @property
+    def untruncated_mask(self) -> Tensor:
+        """bool ``[B, R]``: tokens of ``response_mask`` whose response may enter the loss, rejected or not."""
+        return self.response_mask if self.finished is None else self.response_mask & self.finished[:, None]
 
 
 class CriticBatch(TensorClass):

@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 LEAST_SAVED = 0.1
 """Share of a row that must be computed anyway for the row not to compute it."""
@@ -95,6 +96,7 @@ def assign_rows(
     num_ranks: int,
     limit: MicroBatchLimit,
     prefixes: SharedPrefixes | None = None,
+    balanced: bool = True,
 ) -> list[MicroBatches]:
     """Give every row to one rank and cut each rank's rows into micro-batches.
 
@@ -102,9 +104,14 @@ def assign_rows(
     micro-batch where balance and limit allow, and a prefix counts once in each micro-batch. Returns for each
     rank its micro-batches (lists of row numbers). Every rank gets the same *number* of micro-batches, because
     FSDP's collectives need all ranks in every forward pass; a rank with fewer rows gets empty lists, for
-    which it runs a forward pass that contributes nothing.
+    which it runs a forward pass that contributes nothing. Not ``balanced``, each rank gets the next rows, as
+    many as any other or one fewer.
     """
-    per_rank = balanced_partition(lengths, num_ranks, prefixes)
+    if balanced:
+        per_rank = balanced_partition(lengths, num_ranks, prefixes)
+    else:
+        ends = [-(-len(lengths) * rank // num_ranks) for rank in range(num_ranks + 1)]
+        per_rank = [list(range(start, end)) for start, end in pairwise(ends)]
     micro_batches = [_cut(_families(rows, prefixes), lengths, limit) for rows in per_rank]
     count = max((len(batches) for batches in micro_batches), default=0)
     return [batches + [[] for _ in range(count - len(batches))] for batches in micro_batches]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from verl_rc.config.verl.refused import IMAGES
+from verl_rc.config.verl.refused_leaves import IMAGES
 
 MEDIA: Mapping[str, str] = dict.fromkeys(
     (

@@ -18,7 +18,7 @@ from verl_rc.runtime.checkpoint import (
     state_under,
 )
 from verl_rc.runtime.distributed.child_process import RemoteError
-from verl_rc.trainer.cluster.model_groups import ActorGroup, CriticGroup
+from verl_rc.trainer.cluster.rank_group import RankGroup
 from verl_rc.trainer.cluster.remote import wait_for_all
 from verl_rc.trainer.log import log, log_wait
 from verl_rc.trainer.services import Services
@@ -79,6 +79,8 @@ def _problem(folder: Path, needs_critic: bool) -> str | None:
         problem = shards_problem(folder / "actor")
         if problem is None and needs_critic and _has_critic(folder):
             problem = shards_problem(folder / "critic")
+        if problem is None and (folder / "reference").is_dir():
+            problem = shards_problem(folder / "reference")
         return problem
 
 
@@ -103,9 +105,7 @@ def write(services: Services, state: RunState, record: StepRecord) -> None:
         with _explained(services.checkpoints, step):
             folder = services.checkpoints.begin(step).resolve()
             pending = [
-                pending
-                for group in _learners(services.actor, services.critic)
-                for pending in group.save(folder / group.role)
+                pending for group in _saved_groups(services) for pending in group.save(folder / group.role)
             ]
             SavedRun(state, public_values(services.config), services.actor.num_ranks).save(folder)
             wait_for_all(pending)
@@ -129,21 +129,18 @@ def _commit_begun(services: Services, wait: bool) -> None:
         return
     with _explained(services.checkpoints, step):
         if all(
-            wait_for_all(
-                [
-                    pending
-                    for group in _learners(services.actor, services.critic)
-                    for pending in group.has_saved(wait)
-                ]
-            )
+            wait_for_all([pending for group in _saved_groups(services) for pending in group.has_saved(wait)])
         ):
             services.checkpoints.commit(step)
         else:
             services.checkpoints.seal(step)
 
 
-def _learners(actor: ActorGroup, critic: CriticGroup | None) -> list[ActorGroup | CriticGroup]:
-    return [actor] if critic is None else [actor, critic]
+def _saved_groups(services: Services) -> list[RankGroup]:
+    groups: list[RankGroup] = (
+        [services.actor] if services.critic is None else [services.actor, services.critic]
+    )
+    return [*groups, services.frozen["reference"]] if services.config.refreshes_reference else groups
 
 
 @contextmanager

@@ -1,14 +1,14 @@
 """The report of a run that ended or failed. A separate process writes it, so that its failure fails no run.
 
-W&B gets the report and the verdict too: its run stays open until then.
+Experiments (W&B, MLflow, …) get the report and the verdict too: their runs stay open until then.
 """
 
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,13 +29,13 @@ _REASONS = {0: "all done", 130: "Ctrl-C", 143: "SIGTERM"}
 class EndOfRun:
     """The part of a run that its end needs."""
 
-    experiment: ExperimentSink | None = None
-    """The run in W&B, where the report is published."""
+    experiments: Mapping[str, ExperimentSink] = field(default_factory=dict)
+    """Where the report is published, by name."""
 
     def close(self, tracker: Tracker) -> None:
-        """Close the tracker's files, which the report reads; the experiment is finished once it has the
+        """Close the tracker's files, which the report reads; experiments are finished once they have the
         report."""
-        self.experiment = tracker.experiment
+        self.experiments = tracker.experiments
         tracker.close_files()
 
 
@@ -67,8 +67,8 @@ def report_at_end(trainer: TrainerConfig) -> Iterator[EndOfRun]:
         if trainer.report == "at_end" and folder.is_dir():
             with suppress(FolderTakenError, FolderLostError), FolderClaim(folder, "ending"):
                 verdict = _write_report(folder, status, reason)
-        if end.experiment is not None:
-            _publish(end.experiment, folder, verdict, trainer.wandb_text, status)
+        for name, experiment in end.experiments.items():
+            _publish(name, experiment, folder, verdict, trainer.wandb_text, status)
 
 
 def _write_report(folder: Path, status: int, reason: str) -> dict[str, Any] | None:
@@ -121,7 +121,12 @@ def draw_curves(folder: Path) -> str:
 
 
 def _publish(
-    experiment: ExperimentSink, folder: Path, verdict: dict[str, Any] | None, with_text: bool, status: int
+    name: str,
+    experiment: ExperimentSink,
+    folder: Path,
+    verdict: dict[str, Any] | None,
+    with_text: bool,
+    status: int,
 ) -> None:
     """Hand verdict and page over, if there are any, and finish the experiment. Prompts and responses go where
     it is asked for."""
@@ -134,7 +139,12 @@ def _publish(
         RuntimeError,
         subprocess.TimeoutExpired,
     ) as error:  # a page or a network that fails must not fail the run
-        log("report: not handed to W&B (%s: %s)", type(error).__name__, " ".join(str(error).split())[:200])
+        log(
+            "report: not handed to %s (%s: %s)",
+            name,
+            type(error).__name__,
+            " ".join(str(error).split())[:200],
+        )
     finally:
         experiment.finish(status)
 

@@ -1,5 +1,6 @@
 """Setting up a run: processes start and import first, then ranks load their models, then engines start."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
@@ -18,7 +19,7 @@ from verl_rc.config.load import save_resolved_config
 from verl_rc.config.run import RunConfig, TrainerConfig, remote_code_keys
 from verl_rc.config.schema import public_values
 from verl_rc.config.task import DataConfig
-from verl_rc.metrics.sinks import Tracker, open_tracker
+from verl_rc.metrics.sinks import Tracker, open_tracker, require_installed
 from verl_rc.metrics.trace import TRACE, TRACE_FILE
 from verl_rc.plan.explain import add_to_plan, plan_text, write_plan
 from verl_rc.plan.machine import refuse_too_little_memory
@@ -59,6 +60,7 @@ from verl_rc.trainer.cluster.weight_transport import open_transport
 from verl_rc.trainer.evaluate import open_for_validation
 from verl_rc.trainer.log import log, log_wait
 from verl_rc.trainer.openings import Openings
+from verl_rc.trainer.profiling import require_steps
 from verl_rc.trainer.scoring import open_scorer
 from verl_rc.trainer.services import Services
 from verl_rc.trainer.stop import StopRequest
@@ -76,7 +78,7 @@ def open_run(
     folder.mkdir(parents=True, exist_ok=True)
     refuse_too_little_memory(config)
     store, resumed, state = checkpoints.choose(config, folder)
-    _check_objective(config)
+    _check_what_is_named(config)
     _write_plan_of_run(config, folder)
     with closing(store), ExitStack() as stack:
         stack.callback(ray.shutdown)
@@ -87,7 +89,10 @@ def open_run(
         stack.enter_context(TRACE.writing(folder / TRACE_FILE if config.async_training.trace else None))
         placement = plan_placement(config)
         processes = RankProcesses(
-            placement, config.sequence_parallel_sizes, config.actor_rollout_ref.shares_prefixes
+            placement,
+            config.sequence_parallel_sizes,
+            config.actor_rollout_ref.shares_prefixes,
+            config.trainer.balance_batch,
         )
         actor = ActorGroup(processes)
         critic = CriticGroup(processes) if config.needs_critic else None
@@ -112,7 +117,7 @@ def open_run(
             scorer = stack.enter_context(
                 open_scorer(config.reward, sources, config.trainer.ready_timeout_seconds)
             )
-        total_steps = steps_of_run(config.trainer, len(loader))
+        total_steps = _steps_of_run(config, len(loader), state.step)
         learners: list[ActorGroup | CriticGroup] = [actor] if critic is None else [actor, critic]
         config = _with_gradient_sums(config, processes, placement.device, folder)
         tracker = _open_tracker(config, folder, total_steps, state)
@@ -121,7 +126,7 @@ def open_run(
         stack.enter_context(_close_at_end(processes))
         if resumed is not None:
             with log_wait(f"checkpoint {resumed}"), _as_config_errors():
-                wait_for_all([pending for group in learners for pending in group.load(resumed / group.role)])
+                _load(resumed, [*learners, *frozen.values()])
         engine = _build_engines(engines, imports, config, options, folder)
         with log_wait("the transport of weights"):
             transport = open_transport(actor, engines, placement, config.actor_rollout_ref.rollout)
@@ -148,6 +153,18 @@ def open_run(
             block_size=engine.block_size,
         )
         yield services, replace(state, tracker_run_id=tracker.run_id)  # a resumed run goes on in W&B's run
+
+
+def _load(checkpoint: Path, groups: Sequence[RankGroup]) -> None:
+    """Load every group that the checkpoint has a part of: those that learn, and a refreshed reference."""
+    parts = [group for group in groups if (checkpoint / group.role).is_dir()]
+    wait_for_all([pending for group in parts for pending in group.load(checkpoint / group.role)])
+
+
+def _steps_of_run(config: RunConfig, steps_per_epoch: int, steps_done: int) -> int:
+    total_steps = steps_of_run(config.trainer, steps_per_epoch)
+    require_steps(config.global_profiler, total_steps, steps_done)
+    return total_steps
 
 
 def _open_tracker(config: RunConfig, folder: Path, total_steps: int, state: RunState) -> Tracker:
@@ -209,6 +226,13 @@ def _load_tokenizer(config: RunConfig) -> tuple[Any, ImageReader | None]:
     unread = unread_arguments(tokenizer.chat_template, given) if given else []
     if unread:
         log("data.apply_chat_template_kwargs: the chat template does not read %s", ", ".join(unread))
+    target = config.algorithm.adaptive_entropy.target_entropy
+    if target is not None and target >= math.log(len(tokenizer)):
+        raise ValueError(
+            "algorithm.adaptive_entropy.target_entropy must be below "
+            f"{math.log(len(tokenizer)):.2f} nats, the entropy of a token that is drawn evenly from the "
+            f"{len(tokenizer)} of the vocabulary, got {target}."
+        )
     if "teacher" in config.frozen_policies:
         teacher = config.frozen_policies["teacher"]
         require_same_vocabulary(tokenizer, teacher.model_path, model.trust_remote_code)
@@ -351,8 +375,9 @@ def _as_config_errors() -> Iterator[None]:
 
 
 @_as_config_errors()
-def _check_objective(config: RunConfig) -> None:
-    """Import estimator and loss before anything starts. Raises ``ConfigError`` when one of them does not
-    exist."""
+def _check_what_is_named(config: RunConfig) -> None:
+    """Look for trackers, and import estimator and loss, before anything starts. Raises ``ConfigError`` when
+    one of them does not exist."""
+    require_installed(config.trainer.logger)
     resolve_advantage_estimator(config.algorithm.adv_estimator)
     resolve_policy_loss(policy_loss_name(config.actor_rollout_ref.actor, config.algorithm.rollout_correction))

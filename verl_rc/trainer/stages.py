@@ -19,6 +19,8 @@ from verl_rc.records.scored_batch import ScoredBatch
 from verl_rc.runtime.exact.demand import require_exact
 from verl_rc.runtime.rollout.sampling import request_seed
 from verl_rc.runtime.workers.updates import ActorReport, UpdateRequest
+from verl_rc.trainer.cluster.remote import wait_for_all
+from verl_rc.trainer.log import log
 from verl_rc.trainer.services import Services
 from verl_rc.trainer.step_record import Step, StepRecord
 
@@ -174,7 +176,7 @@ def update_actor(services: Services, gap_limit: float | None, inputs: StepInputs
     actor, rollout = services.config.actor_rollout_ref.actor, services.config.actor_rollout_ref.rollout
     record = step.record
     mini_batches = plan_mini_batches(
-        batch.response_mask,
+        batch.untruncated_mask,
         batch.loss_mask,
         rows_per_mini_batch=actor.ppo_mini_batch_size * rollout.n,
         epochs=actor.ppo_epochs,
@@ -183,11 +185,15 @@ def update_actor(services: Services, gap_limit: float | None, inputs: StepInputs
         denominator=step.corrector.config.rejection_denominator,
     )
     is_limited = services.config.async_training.is_synchronous
+    entropy_coeff = None if inputs.mean_entropy is None else step.control.entropy_bonus(inputs.mean_entropy)
+    if entropy_coeff is not None:
+        record.add({"actor/entropy_coeff": entropy_coeff})
     request = UpdateRequest(
         step.corrector,
         policy_version=step.number - 1,
         gap_limit=services.gap_limit.fault(gap_limit) if is_limited else None,
         learning_rate_factor=1.0 if correction is None else correction.learning_rate_factor(),
+        entropy_coeff=entropy_coeff,
         measures_survival=services.is_due(rollout.sync_proof.survival_freq, step.number),
     )
     report = record.timed(
@@ -200,11 +206,32 @@ def update_actor(services: Services, gap_limit: float | None, inputs: StepInputs
     )
     record.add_records(report.metrics)
     planned_tokens = [mini.num_loss_tokens for mini in mini_batches]
-    record.ledger.book({"rejected": int(torch.count_nonzero(batch.response_mask & ~batch.loss_mask))})
+    left_out = {
+        "truncated": batch.response_mask & ~batch.untruncated_mask,
+        "rejected": batch.untruncated_mask & ~batch.loss_mask,
+    }
+    record.ledger.book({account: int(torch.count_nonzero(mask)) for account, mask in left_out.items()})
     record.ledger.book(accounts_of_update(planned_tokens, report.loss_tokens, report.steps, actor.ppo_epochs))
     if actor.use_kl_loss:
         record.add({"actor/kl_coef": actor.kl_loss_coef})
     return report
+
+
+def refresh_reference(services: Services, inputs: StepInputs, step: Step) -> None:
+    """Make the reference policy the actor, where that is due, and log how far apart they had been before the
+    step's updates."""
+    batch, frequency = inputs.batch, services.config.actor_rollout_ref.ref.sync_freq
+    if not services.config.refreshes_reference or step.number % frequency:
+        return
+    assert batch.reference_log_probs is not None
+    distances = (batch.old_log_probs - batch.reference_log_probs)[batch.response_mask].double()
+    with step.record.stage("ref"):
+        wait_for_all(services.actor.processes.refresh_reference())
+    log(
+        "step %d: the reference is the actor now; their divergence falls from %.3g nats a token to 0",
+        step.number,
+        float(distances.mean()) if len(distances) else 0.0,
+    )
 
 
 def write_samples(folder: str, scored: ScoredBatch, step: int) -> None:

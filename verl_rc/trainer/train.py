@@ -32,7 +32,7 @@ from verl_rc.algorithm.ppo.train_batch import StepInputs
 from verl_rc.config.folder_owner import OWNER_FILE
 from verl_rc.config.run import RunConfig
 from verl_rc.runtime.checkpoint import RunState
-from verl_rc.trainer import checkpoints, guards, stages
+from verl_rc.trainer import checkpoints, guards, profiling, stages
 from verl_rc.trainer.cluster.remote import while_ranks_compute
 from verl_rc.trainer.evaluate import validate
 from verl_rc.trainer.judge import record_and_judge, warn_of_ranges
@@ -71,6 +71,7 @@ def train(services: Services, state: RunState) -> RunState:
         log("all %d steps are done: raise trainer.total_training_steps to go on", services.total_steps)
     while state.step < services.total_steps:
         step = Step.after(state, config)
+        profiling.begin(services, step.number)
         scored = supply.take(step.number, step.record)
         with while_ranks_compute(supply.decide_ended_groups):
             evaluations = stages.evaluate(services, scored.rollouts, step)
@@ -82,6 +83,7 @@ def train(services: Services, state: RunState) -> RunState:
             outcome = Outcome(findings, state.left_out)
             if services.guards.decide_update(rewards, inputs, findings, step):
                 outcome = update(services, outcome, inputs, step)
+        stages.refresh_reference(services, inputs, step)
         if services.is_due(config.async_training.trigger_parameter_sync_step, step.number):
             supply.publish(step.number, step.record)
         if services.is_due(trainer.test_freq, step.number):
@@ -90,6 +92,8 @@ def train(services: Services, state: RunState) -> RunState:
         health = warn_of_ranges(services.tracker, outcome.findings.health, step)
         recorder.write(inputs, step)
         control = step.control.after_penalty(inputs.reward_kl, len(scored))
+        if inputs.mean_entropy is not None:
+            control = control.after_entropy(inputs.mean_entropy)
         state = replace(
             state,
             step=step.number,
@@ -146,8 +150,9 @@ def update(services: Services, before: Outcome, inputs: StepInputs, step: Step) 
 
 
 def finish_step(services: Services, state: RunState, record: StepRecord) -> None:
-    """Write a checkpoint if one is due, log the step, and commit the checkpoint, in this order: a committed
-    step has metrics. End the run if a request to end it was accepted."""
+    """Write a trace and a checkpoint if due, log the step, and commit the checkpoint, in this order: a
+    committed step has metrics. End the run if a request to end it was accepted."""
+    profiling.end(services, state.step)
     checkpoints.write(services, state, record)
     record.log(services.tracker, state.step, {"training/global_step": state.step})
     checkpoints.commit(services, state.step)

@@ -168,7 +168,7 @@ def corrected(
     """What a loss is computed on and what it is divided by, with the whole batch as one mini-batch, in either
     mode."""
     (mini_batch,) = plan_mini_batches(
-        batch.response_mask,
+        batch.untruncated_mask,
         batch.loss_mask,
         rows_per_mini_batch=len(log_probs),
         epochs=1,

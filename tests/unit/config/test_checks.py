@@ -189,3 +189,49 @@ def test_arguments_of_the_engine_that_would_falsify_a_run_are_refused(
     name = argument.partition("=")[0]
     with pytest.raises(ConfigError, match=rf"engine_kwargs\.vllm\.{name}=.* is refused: .*{reason}"):
         check_run(make_config(tmp_path, f"actor_rollout_ref.rollout.engine_kwargs.vllm.{argument}"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["actor_rollout_ref.actor.entropy_coeff=0.01"],
+            "needs actor_rollout_ref.actor.entropy_coeff=0, got 0.01",
+        ),
+        (["algorithm.rollout_correction.bypass_mode=True"], "only the decoupled mode computes"),
+        (["actor_rollout_ref.rollout.top_k=2"], "must be below 0.69 nats"),
+    ],
+)
+def test_a_target_of_the_entropy_that_nothing_reaches_is_refused(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    target = "algorithm.adaptive_entropy.target_entropy=1.5"
+    with pytest.raises(ConfigError, match=message):
+        check_run(make_config(tmp_path, target, *overrides))
+    check_run(make_config(tmp_path, target))
+
+
+def test_offloaded_inputs_need_layers_that_are_recomputed(tmp_path: Path) -> None:
+    offload, model = "enable_activation_offload=True", "actor_rollout_ref.model"
+    check_run(make_config(tmp_path, f"{model}.{offload}"))
+    with pytest.raises(
+        ConfigError, match=r"needs actor_rollout_ref\.model\.enable_gradient_checkpointing=True"
+    ):
+        check_run(make_config(tmp_path, f"{model}.{offload}", f"{model}.enable_gradient_checkpointing=False"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["actor_rollout_ref.model.lora_rank=8"], "must be 0 with LoRA"),
+        (["actor_rollout_ref.ref.model_path=other"], "needs one model: drop"),
+        (["actor_rollout_ref.ref.fsdp_config.fsdp_size=1"], "fsdp_size to be that of the actor, -1, got 1"),
+    ],
+)
+def test_a_reference_that_cannot_become_the_actor_is_not_refreshed(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    refreshed = ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.ref.sync_freq=2"]
+    with pytest.raises(ConfigError, match=message):
+        check_run(make_config(tmp_path, *refreshed, *overrides))
+    check_run(make_config(tmp_path, *refreshed))

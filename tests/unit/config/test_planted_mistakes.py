@@ -444,7 +444,7 @@ LEGACY: list[Mistake] = [
         "=colocate_async",
         "write sync, or separate_async",
     ),
-    (f"{ACTOR}.profiler.enable=True", f"{ACTOR}.profiler.enable", "are not supported", "=True", "drop it"),
+    ("global_profiler.tool=nsys", "global_profiler.tool", "are not supported", "=nsys", "write torch"),
 ]
 
 FORMS: list[Mistake] = [

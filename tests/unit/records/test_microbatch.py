@@ -37,6 +37,17 @@ def test_best_fit_fills_two_micro_batches() -> None:
     assert assign_rows([6, 5, 4, 3, 2], 1, MicroBatchLimit(max_tokens=10)) == [[[0, 2], [1, 3, 4]]]
 
 
+@given(lengths=LENGTHS, ranks=st.integers(1, 4), max_rows=st.integers(1, 9))
+def test_rows_that_are_not_balanced_keep_their_order_over_ranks(
+    lengths: list[int], ranks: int, max_rows: int
+) -> None:
+    assigned = assign_rows(lengths, ranks, MicroBatchLimit(max_rows=max_rows), balanced=False)
+    assert [row for rank in assigned for batch in rank for row in batch] == list(range(len(lengths)))
+    counts = [sum(map(len, rank)) for rank in assigned]
+    assert max(counts) - min(counts) <= 1
+    assert len({len(rank) for rank in assigned}) == 1
+
+
 def test_a_rank_without_rows_still_gets_its_micro_batches() -> None:
     assert assign_rows([5], 2, MicroBatchLimit(max_rows=1)) == [[[0]], [[]]]
 

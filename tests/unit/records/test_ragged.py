@@ -36,6 +36,7 @@ def full_batch() -> TrainBatch:
     batch.scores = torch.arange(6.0)
     batch.engines = torch.arange(6) % 2
     batch.tokens.pictures = torch.tensor([PICTURES[row % 2].number for row in range(6)])
+    batch.finished = torch.arange(6) % 2 == 0
     batch.tokens.restarts = mask & (torch.arange(7) % 2 == 1)
     batch.tokens.support_counts = torch.where(mask, torch.arange(7) % 3, 0)
     sizes = batch.tokens.support_counts.sum(-1, keepdim=True)

@@ -66,6 +66,7 @@ def run_in(folder: Path) -> Services:
         config=SimpleNamespace(
             trainer=SimpleNamespace(save_freq=1),
             async_training=AsyncTrainingConfig(),
+            refreshes_reference=False,
             model_dump=lambda mode: {},
         ),
         total_steps=9,

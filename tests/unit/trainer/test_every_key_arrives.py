@@ -62,7 +62,8 @@ def mini_batches(config: RunConfig, update: Callable[..., None], monkeypatch: py
     monkeypatch.setattr(stages, "plan_mini_batches", stop)
     monkeypatch.setattr(stages, "critic_batch", lambda *_: SimpleNamespace(response_mask=None))
     monkeypatch.setattr(stages, "critic_metrics", lambda _: {})
-    inputs = SimpleNamespace(batch=SimpleNamespace(response_mask=None, loss_mask=None), correction=None)
+    masks = dict.fromkeys(("response_mask", "untruncated_mask", "loss_mask"))
+    inputs = SimpleNamespace(batch=SimpleNamespace(**masks), correction=None)
     arguments = (inputs,) if update is stages.update_critic else (None, inputs)
     services = cast(Services, SimpleNamespace(config=config, critic=object()))
     with pytest.raises(InterruptedError):

@@ -133,7 +133,7 @@ def build_engines_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         began["building"] = build(group, options, 1.0)
         return []
 
-    monkeypatch.setattr(setup, "_check_objective", lambda config: began.update(config=config))
+    monkeypatch.setattr(setup, "_check_what_is_named", lambda config: began.update(config=config))
     monkeypatch.setattr(EngineGroup, "prepare", prepare)
     monkeypatch.setattr(EngineGroup, "build", lambda *_: began["building"])
 

@@ -189,7 +189,7 @@ def end_with(experiment, folder, error, **further) -> BaseException | None:
             last = json.loads(lines[-1]) | {"step": len(lines)}
             (folder / "metrics.jsonl").write_text("\n".join([*lines, json.dumps(last)]) + "\n")
 
-    Tracker.experiment = experiment
+    Tracker.experiments = {"wandb": experiment}
     try:
         with report_at_end(trainer_of(folder, **further)) as ending:
             try:
@@ -237,7 +237,7 @@ def test_a_report_that_cannot_be_handed_over_changes_nothing(tmp_path, said):
     folder, experiment = write_run(tmp_path / "run", healthy(steps=3)), KeptExperiment(fails=True)
     assert end_with(experiment, folder, None) is None
     assert experiment.calls[1:] == [0]
-    assert said()[-1] == "report: not handed to W&B (RuntimeError: no network)"
+    assert said()[-1] == "report: not handed to wandb (RuntimeError: no network)"
 
 
 def test_curves_are_drawn_by_another_process(tmp_path):

@@ -37,7 +37,7 @@ def test_the_factor_of_the_correction_reaches_the_actor() -> None:
     services = Mock(config=config)
     services.actor.update.return_value = Timed(ActorReport([], [], []), 0.0)
     mask = torch.ones(1, 1, dtype=torch.bool)
-    inputs = Mock(batch=SimpleNamespace(response_mask=mask, loss_mask=mask))
+    inputs = Mock(batch=SimpleNamespace(response_mask=mask, untruncated_mask=mask, loss_mask=mask))
     inputs.correction.learning_rate_factor.return_value = 0.5
     step = Mock(number=3, corrector=corrector_of(config.algorithm.rollout_correction))
     step.record.timed = lambda name, call, *arguments: call(*arguments).result

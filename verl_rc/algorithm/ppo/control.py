@@ -1,5 +1,5 @@
-"""The two numbers that a run may adapt from step to step: the weight of the KL penalty, and a rejection
-threshold."""
+"""The numbers that a run may adapt from step to step: the weights of the KL penalty and of the entropy bonus,
+and a rejection threshold."""
 
 import math
 from dataclasses import dataclass, replace
@@ -21,19 +21,24 @@ class ControlState:
     """Weight of the KL penalty in the reward."""
     rejection_threshold: float | None = None
     """Bound u of the rejection rule, >= 1."""
+    entropy_coeff: float | None = None
+    """Weight of the entropy bonus."""
 
 
 @dataclass(frozen=True)
 class Control:
-    """KL weight and rejection threshold of a step. Immutable: every method returns the next value."""
+    """KL weight, rejection threshold and entropy weight of a step. Immutable: methods return the next one."""
 
     algorithm: AlgorithmConfig
-    """The configured values, and the rules by which the two adapt."""
+    """The configured values, and the rules by which they adapt."""
     kl_coef: float
     """The weight β of the KL penalty in the reward, in units of reward per nat, >= 0."""
     rejection_threshold: float | None
     """u of the bounds 1/u to u of the rejection rule, >= 1. None means the configuration's, which is fixed.
     """
+    entropy_coeff: float | None = None
+    """c, the weight of the entropy bonus where the entropy is below its target, >= 0. None without a
+    target."""
 
     @classmethod
     def from_config(cls, algorithm: AlgorithmConfig, saved: ControlState | None = None) -> "Control":
@@ -45,7 +50,8 @@ class Control:
         if correction.rollout_rs_target_acceptance is not None:
             [bound] = correction.rejection_bounds().values()
             threshold = bound.upper if saved.rejection_threshold is None else saved.rejection_threshold
-        return cls(algorithm, kl_coef, threshold)
+        has_target = algorithm.adaptive_entropy.target_entropy is not None
+        return cls(algorithm, kl_coef, threshold, (saved.entropy_coeff or 0.0) if has_target else None)
 
     def correction(self, config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
         """``config`` with the current threshold."""
@@ -86,8 +92,25 @@ class Control:
         moved = math.exp(_MEMORY * math.log(self.rejection_threshold) + (1 - _MEMORY) * math.log(bound))
         return replace(self, rejection_threshold=moved)
 
+    def entropy_bonus(self, entropy: float) -> float | None:
+        """The weight in the loss of a batch with this mean entropy, nats per token: c below the target, 0
+        above it. None without a target."""
+        target = self.algorithm.adaptive_entropy.target_entropy
+        if target is None or self.entropy_coeff is None:
+            return None
+        return self.entropy_coeff if entropy <= target else 0.0
+
+    def after_entropy(self, entropy: float) -> "Control":
+        """The control of the next step, after a batch with this mean entropy: ``c ← clip(c ± delta, 0, max)``
+        (arXiv:2505.22312), up below the target and down above it."""
+        options = self.algorithm.adaptive_entropy
+        if options.target_entropy is None or self.entropy_coeff is None:
+            return self
+        step = options.delta_ent_coef * (1 if entropy < options.target_entropy else -1)
+        return replace(self, entropy_coeff=min(max(self.entropy_coeff + step, 0.0), options.max_ent_coef))
+
     @property
     def state(self) -> ControlState:
         """The numbers that a checkpoint keeps."""
         is_fixed = self.algorithm.kl_ctrl.type == "fixed"
-        return ControlState(None if is_fixed else self.kl_coef, self.rejection_threshold)
+        return ControlState(None if is_fixed else self.kl_coef, self.rejection_threshold, self.entropy_coeff)

@@ -59,7 +59,9 @@ def policy_objective(
     ``totals`` are counts of the whole mini-batch by ``correction.rejection_denominator``, ``mini_batch`` its
     statistics for losses that read them.
     """
-    denominator_mask = batch.loss_mask if correction.rejection_denominator == "kept" else batch.response_mask
+    denominator_mask = (
+        batch.loss_mask if correction.rejection_denominator == "kept" else batch.untruncated_mask
+    )
     inputs = clean_policy_loss_inputs(
         PolicyLossInputs(
             ratio_denominator=ratio_denominator(batch, current.log_probs, correction),

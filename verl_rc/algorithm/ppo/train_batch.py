@@ -33,6 +33,12 @@ class StepInputs:
     ``algorithm.use_kl_in_reward``."""
 
     @property
+    def mean_entropy(self) -> float | None:
+        """Entropy of the proximal policy, mean over response tokens, nats. None where it is not evaluated."""
+        entropies = self.evaluations.entropies
+        return None if entropies is None else float(entropies[self.batch.response_mask].double().mean())
+
+    @property
     def measured(self) -> Measured | None:
         """The statistics of the correction. None where the actor corrects."""
         if self.correction is None:
@@ -54,8 +60,9 @@ def build_train_batch(
     ``kl_coef`` is the current weight of the KL penalty. ``current_version`` is that of the proximal policy,
     the training steps done, from which ages of tokens count. Correction decides weights and ``loss_mask``
     alone; rewards, advantages and their statistics use ``response_mask``, so that a reward on a rejected
-    token is never lost. Tokens older than ``max_token_age`` leave the loss, and so do tokens that were drawn
-    from a set that is not recorded: the trainer's log-probs are of another distribution.
+    token is never lost. Tokens older than ``max_token_age`` leave the loss, and so do truncated responses
+    with ``mask_truncated_responses``, and tokens that were drawn from a set that is not recorded: the
+    trainer's log-probs are of another distribution.
     """
     rollouts = scored.rollouts
     old_log_probs = corrector.log_probs_for_rewards(rollouts, evaluations)
@@ -93,6 +100,9 @@ def build_train_batch(
         loss_mask = loss_mask & correction.keep_mask
     if max_token_age is not None:
         loss_mask = loss_mask & (current_version - rollouts.policy_versions <= max_token_age)
+    finished = rollouts.finished if algorithm.mask_truncated_responses else None
+    if finished is not None:
+        loss_mask = loss_mask & finished[:, None]
     proximal = evaluations.proximal_log_probs
     batch = TrainBatch(
         tokens=rollouts.tokens,
@@ -109,6 +119,7 @@ def build_train_batch(
         teacher_top_ids=evaluations.teacher_top_ids,
         teacher_top_log_probs=evaluations.teacher_top_log_probs,
         engines=rollouts.engines,
+        finished=finished,
         batch_size=rollouts.batch_size,
     )
     return StepInputs(scored, evaluations, batch, correction, rewards, returns, reward_kl)

@@ -9,13 +9,22 @@ from verl_rc.config.errors import ConfigError, shortened
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import default_at, leaves_of, set_value, value_at
 from verl_rc.config.verl import environments
-from verl_rc.config.verl.refused import REFUSED_VALUES, RENAMED, Refusal, refusal_of
+from verl_rc.config.verl.refused import REFUSED_VALUES, RENAMED, refusal_of
+from verl_rc.config.verl.refused_leaves import Refusal
 
 _MODE, _V1 = "trainer.v1.trainer_mode", "trainer.v1.separate_async"
 _BYPASS = "algorithm.rollout_correction.bypass_mode"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _GROUPER = "actor_rollout_ref.actor.use_prefix_grouper"
 _PADDING = "actor_rollout_ref.model.use_remove_padding"
+_PROFILER = "global_profiler"
+_PROFILED = {
+    "actor_rollout_ref.actor.profiler": "ranks",
+    "actor_rollout_ref.ref.profiler": "ranks",
+    "critic.profiler": "ranks",
+    "actor_rollout_ref.rollout.profiler": "engines",
+}
+"""verl's sections that choose who is profiled, and what stands for them below ``global_profiler``."""
 _VERLS_DEFAULTS = {
     f"{_V1}.num_warmup_batches": 1,
     f"{_V1}.parameter_sync_step": 4,
@@ -39,6 +48,8 @@ WRITTEN_HERE = {
     "async_training.use_rollout_log_probs": f"`{_BYPASS}`",
     "actor_rollout_ref.actor.use_rollout_log_probs": f"`{_BYPASS}`",
     "data.gen_batch_size": "nothing, where it is 1 beside `async_training.*`",
+    "actor_rollout_ref.actor.profiler.ranks": "`global_profiler.ranks`, with those of `ref` and `critic`",
+    "actor_rollout_ref.rollout.profiler.ranks": "`global_profiler.engines`",
     _PADDING: f"nothing, where it is False beside `{_GROUPER}=True`, which here needs packed rows",
 }
 """verl's keys and what stands for them here, for the documents."""
@@ -116,6 +127,25 @@ def _padding(value: Any, leaves: Mapping[str, Any]) -> Translated:
     return None if value is False and leaves.get(_GROUPER) is True else (_PADDING, value)
 
 
+def _profiled(section: str) -> Callable[[Any, Mapping[str, Any]], Translated]:
+    """``<section>.enable``, ``.all_ranks`` and ``.ranks``: the places of all sections that are enabled."""
+
+    def translate_places(_: Any, leaves: Mapping[str, Any]) -> Translated:
+        if leaves.get(f"{_PROFILER}.tool") != "torch" or leaves.get(f"{section}.enable") is not True:
+            return None
+        alike = [
+            name
+            for name, places in _PROFILED.items()
+            if places == _PROFILED[section] and leaves.get(f"{name}.enable") is True
+        ]
+        if any(leaves.get(f"{name}.all_ranks") is True for name in alike):
+            return f"{_PROFILER}.{_PROFILED[section]}", "all"
+        ranks = {rank for name in alike for rank in leaves.get(f"{name}.ranks") or ()}
+        return f"{_PROFILER}.{_PROFILED[section]}", sorted(ranks)
+
+    return translate_places
+
+
 def _batch(leaves: Mapping[str, Any]) -> int:
     mini_batches = leaves.get("async_training.require_batches")
     if mini_batches is None:
@@ -135,6 +165,11 @@ _TRANSLATIONS: dict[str, Callable[[Any, Mapping[str, Any]], Translated]] = {
     "async_training.concurrent_samples_per_replica": _concurrent,
     "async_training.use_rollout_log_probs": _bypass,
     "actor_rollout_ref.actor.use_rollout_log_probs": _bypass,
+    **{
+        f"{section}.{leaf}": _profiled(section)
+        for section in _PROFILED
+        for leaf in ("enable", "all_ranks", "ranks")
+    },
     **dict.fromkeys((_PADDING, "actor_rollout_ref.actor.use_remove_padding"), _padding),
 }
 
@@ -154,6 +189,7 @@ MOVED = {
         f"{role}.ulysses_sequence_parallel_size": f"{role}.fsdp_config.ulysses_sequence_parallel_size"
         for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
     },
+    "reward.timeout": "reward.timeout_seconds",
     "critic.fsdp": "critic.fsdp_config",
     "critic.model.fsdp_config": "critic.fsdp_config",
     "rollout.n": "actor_rollout_ref.rollout.n",
@@ -194,6 +230,10 @@ def _environment_argument(name: str) -> Callable[[RunConfig], Any]:
 _SAMPLES = _equal(lambda config: config.actor_rollout_ref.rollout.n, "actor_rollout_ref.rollout.n")
 
 AGREEMENTS = {
+    "actor_rollout_ref.actor.checkpoint.save_lora_only": Agreement(
+        lambda config, value: value in (None, config.actor_rollout_ref.model.lora_rank > 0),
+        "a checkpoint has the adapters alone where there are any, and otherwise the whole model; drop it",
+    ),
     "actor_rollout_ref.actor.rollout_n": _SAMPLES,
     "actor_rollout_ref.ref.rollout_n": _SAMPLES,
     "critic.rollout_n": _SAMPLES,
@@ -246,11 +286,14 @@ AGREEMENTS = {
     "reward.reward_manager.name": Agreement(
         lambda config, name: (
             name in (None, "dapo")
-            or (name == "naive" and not config.reward.reward_kwargs.overlong_buffer_cfg.enable)
+            or (
+                name in ("naive", "rate_limited")
+                and not config.reward.reward_kwargs.overlong_buffer_cfg.enable
+            )
             or (name == "gdpo" and config.algorithm.adv_estimator == "gdpo")
         ),
         "scores come from one place; write dapo (with reward.reward_kwargs.overlong_buffer_cfg), naive "
-        "(without it), gdpo (with algorithm.adv_estimator=gdpo), or drop it",
+        "or rate_limited (without it), gdpo (with algorithm.adv_estimator=gdpo), or drop it",
     ),
 }
 """Keys of verl that must agree with the rest of the configuration."""

@@ -21,7 +21,7 @@ from verl_rc.config.processes import in_session, kill_session
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.rollout_correction_legacy import VERLS_FIELDS, flatten, import_legacy, is_legacy_key
 from verl_rc.config.verl.keys import moved, translate_key, with_verls_defaults
-from verl_rc.config.verl.refused import RENAMED
+from verl_rc.config.verl.refused import DEAD_IN_VERL, RENAMED
 
 SUFFIX = ".sh"
 _SECONDS = 20
@@ -197,7 +197,12 @@ def migrate(arguments: Sequence[str], options: Mapping[str, str] | None = None) 
         dict(pair for argument in _overrides_of(arguments) for pair in _read(argument))
     )
     correction = {key: value for key, value in leaves.items() if is_correction_key(key)}
-    overrides, notes = [], []
+    overrides = []
+    notes = [
+        f"{key}: verl's newest release has the key and never reads it."
+        for key in DEAD_IN_VERL
+        if key in leaves
+    ]
     for key, value in leaves.items():
         if key in correction:
             continue

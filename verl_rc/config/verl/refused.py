@@ -5,172 +5,30 @@ verl's recipes write out many defaults. A key below may therefore be given with 
 is then dropped. Any other value refuses the run with the reason, which says what to write instead.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+
+from verl_rc.config.verl.refused_leaves import (
+    EITHER,
+    FSDP_LEAVES,
+    GLOBAL_BATCH,
+    IMAGES,
+    LORA_LEAVES,
+    MEGATRON_LORA,
+    MEGATRON_LORA_LEAVES,
+    MODEL_LEAVES,
+    MTP,
+    NOTHING,
+    OFF,
+    PROFILER,
+    PROFILER_LEAVES,
+    QAT,
+    WORKER_LEAVES,
+    Refusal,
+)
 
 _ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 _MODEL = "actor_rollout_ref.model"
 
-
-@dataclass(frozen=True)
-class Refusal:
-    """The reason for refusing a key, or everything below it."""
-
-    reason: str
-    """What holds here and what to write instead; the message puts the key before it and a full stop after it.
-    """
-    accepted: tuple[Any, ...] = ()
-    """Accepted values, which match the behaviour here; those of a section apply to each of its leaves."""
-    switch: str | None = None
-    """The key that enables the section; while it is off, the other leaves of the section have no effect and
-    are accepted."""
-
-
-_OFF = (False, None)
-_NOTHING: tuple[Any, ...] = (None, "", [], {})
-_EITHER = (True, False, None)
-_FSDP_NAMES = ("fsdp", "fsdp2", None)
-_WHOLE_CHECKPOINT = (["model", "optimizer", "extra"], None)
-_PROFILER = "vendor profilers are not supported; timing_s/* and perf/* are measured in every step, so drop it"
-_MTP = "prediction of several tokens is not supported; drop it"
-_MEGATRON_LORA = (
-    "it belongs to Megatron; adapters are actor_rollout_ref.model.lora_rank, .lora_alpha, .target_modules "
-    "and .exclude_modules"
-)
-_QAT = "training for quantised weights is not built; drop it"
-_GLOBAL_BATCH = "it counts rows of all ranks; write {section}.{key}_per_gpu=<that number / ranks>"
-IMAGES = (
-    "images, video and audio are not read from there (a model with a vision tower reads the pictures of the "
-    "column data.image_key); drop it"
-)
-"""verl's own names of their columns may be given: a file that has such a column is refused."""
-
-_FSDP_LEAVES = {
-    "strategy": Refusal(
-        "Megatron, VeOmni, TorchTitan and the like are not supported; write fsdp2", _FSDP_NAMES
-    ),
-    "wrap_policy": Refusal("every transformer layer is a unit of FSDP2; drop it", (0, *_NOTHING)),
-    "offload_policy": Refusal(
-        "weights rest in host memory between uses with param_offload=True, moments with "
-        "optimizer_offload=True; write those",
-        _OFF,
-    ),
-    "grad_offload": Refusal("gradients never outlive the optimizer step; drop it", _OFF),
-    "forward_prefetch": Refusal("FSDP2 gathers the next layer while one computes, always; drop it", _EITHER),
-    "use_orig_params": Refusal("FSDP2 has no flattened parameters; drop it", _EITHER),
-    "seed": Refusal("all random numbers follow trainer.seed; write that", (42,)),
-    "full_determinism": Refusal("it is not built; write False", _OFF),
-    "entropy_from_logits_with_chunking": Refusal("entropy is always computed in chunks; drop it", _EITHER),
-    "entropy_from_logits_chunk_size": Refusal(
-        "the size of chunks follows the vocabulary; drop it", (2048, None)
-    ),
-    "entropy_checkpointing": Refusal(
-        "entropy is always computed again in the backward pass; drop it", _EITHER
-    ),
-    "use_torch_compile": Refusal("models run uncompiled, with the same results; drop it", _EITHER),
-    "pad_to_length": Refusal("micro-batches are never padded further than they need; drop it", _OFF),
-    "pad_to_length_bucket": Refusal(
-        "micro-batches are never padded further than they need; drop it", (1024, None)
-    ),
-    "forward_only": Refusal("the role of a worker decides it; drop it", _EITHER),
-    "mixed_precision": Refusal(
-        "forward and backward run in dtype, gradients are reduced in fp32; write dtype", _NOTHING
-    ),
-    "qat": Refusal(_QAT, _OFF, switch="enable"),
-    "turbo_config": Refusal("FSDP turbo is not supported; drop it"),
-}
-"""Leaves of every ``fsdp_config``."""
-
-_WORKER_LEAVES = {
-    "strategy": _FSDP_LEAVES["strategy"],
-    "optim.optimizer": Refusal("the only optimizer is torch's AdamW; write AdamW", ("AdamW", None)),
-    "megatron": Refusal("Megatron is not supported; use FSDP, strategy=fsdp2"),
-    "veomni": Refusal("VeOmni is not supported; use FSDP, strategy=fsdp2"),
-    "torchtitan": Refusal("TorchTitan is not supported; use FSDP, strategy=fsdp2"),
-    "automodel": Refusal("Automodel is not supported; use FSDP, strategy=fsdp2"),
-    "profiler": Refusal(_PROFILER, _OFF, switch="enable"),
-    "qat": Refusal(_QAT, _OFF, switch="enable"),
-    "data_loader_seed": Refusal("the order of mini-batches follows trainer.seed; write that", (42, 1, None)),
-    "entropy_from_logits_with_chunking": _FSDP_LEAVES["entropy_from_logits_with_chunking"],
-    "entropy_from_logits_chunk_size": _FSDP_LEAVES["entropy_from_logits_chunk_size"],
-    "entropy_checkpointing": _FSDP_LEAVES["entropy_checkpointing"],
-    "use_torch_compile": _FSDP_LEAVES["use_torch_compile"],
-    "pad_to_length": _FSDP_LEAVES["pad_to_length"],
-    "checkpoint.save_contents": Refusal(
-        "a checkpoint always holds all that resuming needs; drop it, and export a model with verl-rc export",
-        _WHOLE_CHECKPOINT,
-    ),
-    "checkpoint.load_contents": Refusal(
-        "a run resumes with all that its checkpoint holds; drop it", _WHOLE_CHECKPOINT
-    ),
-    "checkpoint.strict": Refusal(
-        "a checkpoint that does not fit is always refused; write True", (True, None)
-    ),
-    "checkpoint.mbridge_config": Refusal("it belongs to Megatron; drop it", _NOTHING),
-    "optim.optimizer_impl": Refusal(
-        "the only optimizer is torch's AdamW; write torch.optim", ("torch.optim", None)
-    ),
-    "optim.total_training_steps": Refusal(
-        "the schedule is as long as the run; write trainer.total_training_steps", (-1, None)
-    ),
-    "optim.zero_indexed_step": Refusal(
-        "a warm-up of N steps begins with 1/(N+1) of the peak; drop it", (True, None)
-    ),
-    "optim.override_optimizer_config": Refusal(
-        "further arguments are not built; write optim.betas and .weight_decay", _NOTHING
-    ),
-}
-"""Leaves of the sections of actor, reference and critic."""
-
-_MODEL_LEAVES = {
-    "hf_config_path": Refusal("a model folder holds its configuration; write model.path alone", _NOTHING),
-    "tokenizer_path": Refusal(
-        "a model folder holds its tokenizer; put it there, and write model.path alone", _NOTHING
-    ),
-    "use_shm": Refusal(
-        "weights are read where they lie; copy the folder to /dev/shm and give its path", _OFF
-    ),
-    "custom_chat_template": Refusal(
-        "the tokenizer's own template is used; write it into tokenizer_config.json", _NOTHING
-    ),
-    "external_lib": Refusal(
-        "nothing is imported by name; give losses, estimators and tools as module:attribute", _NOTHING
-    ),
-    "override_config": Refusal(
-        "a model's configuration is used as it is; edit config.json in its folder", _NOTHING
-    ),
-    "enable_activation_offload": Refusal("it is not built; write enable_gradient_checkpointing=True", _OFF),
-    "lora_adapter_path": Refusal(
-        "training does not start from an adapter; merge it into a model folder and give that", _NOTHING
-    ),
-    "use_liger": Refusal("Liger's kernels are not built; drop it", _OFF),
-    "use_fused_kernels": Refusal("log-probs are always fused with the output layer; drop it", _EITHER),
-    "fused_kernel_options": Refusal(
-        "log-probs are fused in one way; drop it", ("torch", "triton", *_NOTHING)
-    ),
-    "tiled_mlp": Refusal(
-        "it is not built; write enabled=False, and lower ppo_max_token_len_per_gpu", _OFF, switch="enabled"
-    ),
-    "mtp": Refusal(_MTP, _OFF, switch="enable"),
-}
-"""Leaves of the sections of a model."""
-
-_LORA_LEAVES = {
-    "type": Refusal("adapters are LoRA; drop it", ("lora",)),
-    "dropout": Refusal("adapters have no dropout; write 0.0", (0.0,)),
-    "dtype": Refusal(
-        "adapters have the precision of the master weights, fsdp_config.model_dtype; drop it", (None,)
-    ),
-    "adapter_path": _MODEL_LEAVES["lora_adapter_path"],
-}
-"""Leaves of ``model.lora`` that are not Megatron's alone."""
-
-_MEGATRON_LORA_LEAVES = (
-    *("rank", "alpha", "target_modules", "exclude_modules", "dropout_position", "lora_A_init_method"),
-    *("lora_B_init_method", "a2a_experimental"),
-    *("freeze_vision_model", "freeze_vision_projection", "freeze_language_model"),
-)
-"""Megatron's leaves of the policy's ``model.lora``, in which ``merge`` is a key of this schema."""
 
 _ROLLOUT_LEAVES = {
     "mode": Refusal(
@@ -182,14 +40,14 @@ _ROLLOUT_LEAVES = {
         (True,),
     ),
     "engine_kwargs.sglang": Refusal(
-        "SGLang is not supported; write engine_kwargs.vllm.* for arguments of vLLM", _NOTHING
+        "SGLang is not supported; write engine_kwargs.vllm.* for arguments of vLLM", NOTHING
     ),
     "engine_kwargs.trtllm": Refusal(
-        "TensorRT-LLM is not supported; write engine_kwargs.vllm.* for arguments of vLLM", _NOTHING
+        "TensorRT-LLM is not supported; write engine_kwargs.vllm.* for arguments of vLLM", NOTHING
     ),
-    "full_determinism": _FSDP_LEAVES["full_determinism"],
+    "full_determinism": FSDP_LEAVES["full_determinism"],
     "cudagraph_capture_sizes": Refusal(
-        "it is an argument of vLLM; write engine_kwargs.vllm.compilation_config", _NOTHING
+        "it is an argument of vLLM; write engine_kwargs.vllm.compilation_config", NOTHING
     ),
     "data_parallel_size": Refusal(
         "there are devices / tensor_model_parallel_size engines, replicas all; write 1", (1,)
@@ -203,9 +61,9 @@ _ROLLOUT_LEAVES = {
         ("processed_logprobs",),
     ),
     "scheduling_policy": Refusal("requests are served in the order they come; write fcfs", ("fcfs",)),
-    "layered_summon": Refusal("weights always travel in pieces; drop it", _EITHER),
+    "layered_summon": Refusal("weights always travel in pieces; drop it", EITHER),
     "log_prob_micro_batch_size": Refusal(
-        _GLOBAL_BATCH.format(section=_ROLLOUT, key="log_prob_micro_batch_size"), (None,)
+        GLOBAL_BATCH.format(section=_ROLLOUT, key="log_prob_micro_batch_size"), (None,)
     ),
     "disable_log_stats": Refusal(
         "engines do not log; their metrics are rollout/* and timing_s/gen, so drop it", (True,)
@@ -217,46 +75,45 @@ _ROLLOUT_LEAVES = {
     "val_kwargs.repetition_penalty": Refusal("it is not built; write 1.0", (1, 1.0, None)),
     "over_sample_rate": Refusal("a step waits for all its samples; write 0", (0, 0.0)),
     "multi_stage_wake_up": Refusal(
-        "an engine that shares a GPU always wakes in two stages, weights first; drop it", _EITHER
+        "an engine that shares a GPU always wakes in two stages, weights first; drop it", EITHER
     ),
     "use_rollout_log_probs": Refusal(
         "algorithm.rollout_correction.bypass_mode decides it; write that", (None,)
     ),
-    "router_config_path": Refusal("the driver shares requests out to the engines; drop it", _NOTHING),
+    "router_config_path": Refusal("the driver shares requests out to the engines; drop it", NOTHING),
     "agent.num_workers": Refusal(
         "one loop drives all engines, and there is no environment to give processes to; drop it", (8, None)
     ),
     "agent": Refusal(
         "one loop drives all engines; write rollout.environment.name=module:Class for what answers a turn, "
         "and let a loop that drives an engine itself call the chat endpoint as an agent",
-        _NOTHING,
+        NOTHING,
     ),
     "multi_turn.tool_env_manifest_path": Refusal(
         "write all tools into multi_turn.tool_config_path; a row chooses by extra_info.tool_selection",
-        _NOTHING,
+        NOTHING,
     ),
     "multi_turn.use_inference_chat_template": Refusal(
-        "sampled tokens are never made from text again; drop it", _OFF
+        "sampled tokens are never made from text again; drop it", OFF
     ),
     "multi_turn.tokenization_sanity_check_mode": Refusal(
         "sampled tokens are never made from text again; drop it", ("strict", "disable", "ignore_strippable")
     ),
     "multi_turn.num_repeat_rollouts": Refusal("write rollout.n, samples per prompt", (None,)),
-    "multi_turn.completion_callback": Refusal("write multi_turn.tools=[module:attribute]", _NOTHING),
-    "checkpoint_engine.engine_kwargs": Refusal("write checkpoint_engine.backend", _NOTHING),
-    "checkpoint_engine.custom_backend_module": Refusal("write checkpoint_engine.backend=auto", _NOTHING),
+    "multi_turn.completion_callback": Refusal("write multi_turn.tools=[module:attribute]", NOTHING),
+    "checkpoint_engine.engine_kwargs": Refusal("write checkpoint_engine.backend", NOTHING),
+    "checkpoint_engine.custom_backend_module": Refusal("write checkpoint_engine.backend=auto", NOTHING),
     "trace": Refusal(
-        "no service is called; write trainer.rollout_data_dir=<folder>, for every sample", (*_OFF, {})
+        "no service is called; write trainer.rollout_data_dir=<folder>, for every sample", (*OFF, {})
     ),
     "skip_tokenizer_init": Refusal("prompts and responses travel as tokens; write True", (True,)),
     "moe_load_balance_metrics_interval": Refusal("it is not built; write 0", (0,)),
-    "prometheus": Refusal("metrics go where trainer.logger says; write enable=False", _OFF, switch="enable"),
-    "quantization_config_file": Refusal("write rollout.quantization=<method>", _NOTHING),
-    "mtp": Refusal(_MTP, _OFF, switch="enable"),
-    "qat": Refusal(_QAT, (*_OFF, {}), switch="enable"),
-    "profiler": Refusal(_PROFILER, _OFF, switch="enable"),
+    "prometheus": Refusal("metrics go where trainer.logger says; write enable=False", OFF, switch="enable"),
+    "quantization_config_file": Refusal("write rollout.quantization=<method>", NOTHING),
+    "mtp": Refusal(MTP, OFF, switch="enable"),
+    "qat": Refusal(QAT, (*OFF, {}), switch="enable"),
     "disaggregation": Refusal(
-        "prefill and decoding share an engine; write enabled=False", _OFF, switch="enabled"
+        "prefill and decoding share an engine; write enabled=False", OFF, switch="enabled"
     ),
     "standalone_gpu_memory_utilization": Refusal(
         "engines never move to the trainer's devices; write gpu_memory_utilization", (None,)
@@ -266,72 +123,85 @@ _ROLLOUT_LEAVES = {
 """Leaves of ``actor_rollout_ref.rollout``."""
 
 _DATA_LEAVES = {
-    "tokenizer": Refusal("the tokenizer is that of actor_rollout_ref.model.path; drop it", _NOTHING),
-    "use_shm": Refusal("files are read where they lie; drop it", _OFF),
+    "tokenizer": Refusal("the tokenizer is that of actor_rollout_ref.model.path; drop it", NOTHING),
+    "use_shm": Refusal("files are read where they lie; drop it", OFF),
     "reward_fn_key": Refusal(
         "the column that chooses a reward function is data_source; rename yours", ("data_source",)
     ),
-    "return_raw_chat": Refusal("prompts always travel as chat messages; drop it", _EITHER),
-    "return_raw_input_ids": Refusal("prompts always travel as chat messages; drop it", _OFF),
+    "return_raw_chat": Refusal("prompts always travel as chat messages; drop it", EITHER),
+    "return_raw_input_ids": Refusal("prompts always travel as chat messages; drop it", OFF),
     "return_full_prompt": Refusal(
-        "samples and their prompts are in trainer.rollout_data_dir; write that", _OFF
+        "samples and their prompts are in trainer.rollout_data_dir; write that", OFF
     ),
     "video_key": Refusal(IMAGES, ("videos", None)),
     "audio_key": Refusal(IMAGES, ("audios", None)),
     "image_patch_size": Refusal("the model's own image processor knows it; drop it", (14, 16, None)),
-    "return_multi_modal_inputs": Refusal("pictures travel as encoded bytes, always; drop it", _EITHER),
-    "validation_shuffle": Refusal(
-        "validation takes its prompts in the order of the files; write False", _OFF
-    ),
+    "return_multi_modal_inputs": Refusal("pictures travel as encoded bytes, always; drop it", EITHER),
+    "validation_shuffle": Refusal("validation takes its prompts in the order of the files; write False", OFF),
     "filter_overlong_prompts_workers": Refusal(
         "prompts are measured in the driver; write 1, or drop it", (1, None)
     ),
     "sampler": Refusal(
         "a sampler of one's own is not built; write data.custom_cls, whose rows come in its own order with "
         "data.shuffle=False",
-        _NOTHING,
+        NOTHING,
     ),
-    "datagen": Refusal("data are read once, at start; write data.custom_cls", _NOTHING),
+    "datagen": Refusal("data are read once, at start; write data.custom_cls", NOTHING),
+    "cache_dir": Refusal("files are read where they lie; drop it", ("~/.cache/verl/rlhf", *NOTHING)),
+    "chat_template_func": Refusal(
+        "the tokenizer's own template is used; write it into tokenizer_config.json, and its arguments as "
+        "data.apply_chat_template_kwargs",
+        NOTHING,
+    ),
+    "filter_prompts": Refusal(
+        "data.filter_overlong_prompts decides about long prompts; write that", (True, None)
+    ),
+    "need_tools_kwargs": Refusal(
+        "a tool gets what its row has in extra_info.tools_kwargs, and says itself what is missing; drop it",
+        OFF,
+    ),
 }
 """Leaves of ``data``."""
 
 _TRAINER_LEAVES = {
-    "balance_batch": Refusal("rows are always balanced over ranks by token count; drop it", (True,)),
+    "balance_keep_minibatch": Refusal(
+        "the rows of a mini-batch never leave it; drop it, and write balance_batch", EITHER
+    ),
     "esi_redundant_time": Refusal("it belongs to a service that is not supported; write 0", (0,)),
     "checkpoint_callback_class": Refusal(
-        "checkpoints are folders under trainer.default_local_dir; drop it", _NOTHING
+        "checkpoints are folders under trainer.default_local_dir; drop it", NOTHING
     ),
     "default_hdfs_dir": Refusal(
-        "there is no copy to HDFS; write trainer.default_local_dir=<a mounted path>", _NOTHING
+        "there is no copy to HDFS; write trainer.default_local_dir=<a mounted path>", NOTHING
     ),
-    "del_local_ckpt_after_load": Refusal("checkpoints are kept; write trainer.max_actor_ckpt_to_keep", _OFF),
-    "remove_previous_ckpt_in_save": Refusal("write trainer.max_actor_ckpt_to_keep=1", _OFF),
+    "del_local_ckpt_after_load": Refusal("checkpoints are kept; write trainer.max_actor_ckpt_to_keep", OFF),
+    "remove_previous_ckpt_in_save": Refusal("write trainer.max_actor_ckpt_to_keep=1", OFF),
     "ray_wait_register_center_timeout": Refusal("write trainer.ready_timeout_seconds", (300,)),
-    "use_v1": Refusal("there is one trainer; drop it", _EITHER),
+    "use_v1": Refusal("there is one trainer; drop it", EITHER),
     "use_legacy_worker_impl": Refusal("there is one kind of worker; drop it", ("auto", "enable", "disable")),
     "v1.trainer_mode": Refusal(
         "engines that share the trainer's devices take turns with it; write sync, or separate_async with "
         "actor_rollout_ref.hybrid_engine=False",
-        ("sync", *_NOTHING),
+        ("sync", *NOTHING),
     ),
-    "v1.sync": Refusal("the synchronous run has no further options; drop it", _NOTHING),
+    "v1.sync": Refusal("the synchronous run has no further options; drop it", NOTHING),
     "v1.colocate_async": Refusal(
-        "engines that share the trainer's devices take turns with it; write separate_async", (1, *_NOTHING)
+        "engines that share the trainer's devices take turns with it; write separate_async", (1, *NOTHING)
     ),
     "v1.separate_async.hybrid_rollout": Refusal(
-        "the trainer's devices never sample; write False", _OFF, switch="enable_switch"
+        "the trainer's devices never sample; write False", OFF, switch="enable_switch"
     ),
-    "v1.sampler.sync_refill_failed_groups": Refusal("failed groups are always replaced; drop it", _EITHER),
+    "v1.sampler.sync_refill_failed_groups": Refusal("failed groups are always replaced; drop it", EITHER),
     "v1.sampler.custom_sampler": Refusal(
-        "a sampler of one's own is not built; write async_training.order", _NOTHING
+        "a sampler of one's own is not built; write async_training.order", NOTHING
     ),
     "v1.sampler.sampler_kwargs": Refusal(
-        "a sampler of one's own is not built; write async_training.order", _NOTHING
+        "a sampler of one's own is not built; write async_training.order", NOTHING
     ),
-    "npu_profile": Refusal(_PROFILER, _NOTHING),
-    "profile_steps": Refusal(_PROFILER, _NOTHING),
-    "worker_nsight_options": Refusal(_PROFILER, _NOTHING),
-    "controller_nsight_options": Refusal(_PROFILER, _NOTHING),
+    "npu_profile": Refusal(PROFILER, NOTHING),
+    "profile_steps": Refusal(PROFILER, NOTHING),
+    "worker_nsight_options": Refusal(PROFILER, NOTHING),
+    "controller_nsight_options": Refusal(PROFILER, NOTHING),
 }
 
 _MOVED_TO_REWARD = (
@@ -377,17 +247,25 @@ _OTHER_LEAVES = {
         "a manager of one's own is not built; write reward.custom_reward_function",
         ("register", None, "custom_reward_manager"),
     ),
+    **{
+        f"reward.{leaf}": Refusal(
+            "calls are not counted per minute; limit them in your function, and write reward.num_workers and "
+            "reward.max_concurrent for their number at a time",
+            (None,),
+        )
+        for leaf in ("max_rpm", "max_tpm", "estimated_tokens_per_request")
+    },
     "reward.reward_model.rollout": Refusal(
         "the reward model is a classifier in a process of its own, served by no engine; write "
         "reward.reward_model.micro_batch_size_per_gpu, .dtype and .max_length",
         switch="reward.reward_model.enable",
     ),
-    "reward.reward_model.enable_resource_pool": Refusal("write reward.reward_model.n_gpus_per_node", _OFF),
+    "reward.reward_model.enable_resource_pool": Refusal("write reward.reward_model.n_gpus_per_node", OFF),
     "reward.reward_model.nnodes": Refusal("the reward model is one process; drop it", (0,)),
     "reward.reward_kwargs.overlong_buffer": Refusal(
         "write reward.reward_kwargs.overlong_buffer_cfg", (None,)
     ),
-    "algorithm.use_pf_ppo": Refusal("it is not built; write False", _OFF),
+    "algorithm.use_pf_ppo": Refusal("it is not built; write False", OFF),
     "algorithm.pf_ppo": Refusal("it is not built; drop it", switch="algorithm.use_pf_ppo"),
     "algorithm.filter_groups.max_inflight_gen_batches": Refusal(
         "batches are drawn one after the other; drop it, and write max_num_gen_batches for a limit of "
@@ -395,32 +273,39 @@ _OTHER_LEAVES = {
         (1, None),
     ),
     f"{_REF}.fsdp_config.use_no_sync_for_gradient_accumulation": Refusal(
-        "a reference has no gradients; drop it", _EITHER
+        "a reference has no gradients; drop it", EITHER
     ),
-    f"{_REF}.checkpoint.async_save": Refusal("a reference never changes and is not saved; drop it", _EITHER),
+    f"{_REF}.checkpoint.async_save": Refusal("a reference never changes and is not saved; drop it", EITHER),
     f"{_ACTOR}.calculate_entropy": Refusal(
         "entropy is always measured, before the first update or, where the actor corrects, during the "
         "updates; drop it",
-        _EITHER,
+        EITHER,
     ),
     f"{_ACTOR}.calculate_sum_pi_squared": Refusal(
-        "it is computed whenever algorithm.adv_estimator needs it; drop it", _EITHER
+        "it is computed whenever algorithm.adv_estimator needs it; drop it", EITHER
     ),
-    f"{_ACTOR}.use_fused_kernels": _MODEL_LEAVES["use_fused_kernels"],
+    f"{_ACTOR}.use_fused_kernels": MODEL_LEAVES["use_fused_kernels"],
     **{
-        f"{_ACTOR}.router_replay.{name}": Refusal(
+        f"{role}.router_replay.{name}": Refusal(
             "experts travel with the samples they belong to; drop it", (None,)
         )
+        for role in (_ACTOR, _REF)
         for name in ("record_file", "replay_file")
     },
+    f"{_REF}.router_replay.mode": Refusal(
+        "the reference chooses its experts itself; write disabled", ("disabled", None)
+    ),
+    f"{_MODEL}.target_parameters": Refusal(
+        "adapters belong to linear layers, not to bare parameters; write target_modules", NOTHING
+    ),
     f"{_ACTOR}.ppo_micro_batch_size": Refusal(
-        _GLOBAL_BATCH.format(section=_ACTOR, key="ppo_micro_batch_size"), (None,)
+        GLOBAL_BATCH.format(section=_ACTOR, key="ppo_micro_batch_size"), (None,)
     ),
     f"{_REF}.log_prob_micro_batch_size": Refusal(
-        _GLOBAL_BATCH.format(section=_REF, key="log_prob_micro_batch_size"), (None,)
+        GLOBAL_BATCH.format(section=_REF, key="log_prob_micro_batch_size"), (None,)
     ),
     "critic.ppo_micro_batch_size": Refusal(
-        _GLOBAL_BATCH.format(section="critic", key="ppo_micro_batch_size"), (None,)
+        GLOBAL_BATCH.format(section="critic", key="ppo_micro_batch_size"), (None,)
     ),
     "critic.forward_micro_batch_size": Refusal(
         "it counts rows of all ranks; write critic.ppo_micro_batch_size_per_gpu", (None,)
@@ -436,18 +321,24 @@ _OTHER_LEAVES = {
     ),
     "critic.model.lora_rank": Refusal("a critic trains all its parameters; write 0", (0,)),
     "critic.model.lora_alpha": Refusal("a critic trains all its parameters; drop it", (16,)),
-    "critic.model.lora.merge": Refusal("a critic trains all its parameters; drop it", _EITHER),
+    "critic.model.lora.merge": Refusal("a critic trains all its parameters; drop it", EITHER),
     "critic.model.target_modules": Refusal("a critic trains all its parameters; drop it", ("all-linear",)),
     "critic.model.exclude_modules": Refusal("a critic trains all its parameters; drop it", (None,)),
     "actor_rollout_ref.nccl_timeout": Refusal(
         "collectives wait for 600 seconds; write trainer.ready_timeout_seconds for the start", (600,)
     ),
-    "ray_kwargs.timeline_json_file": Refusal("it is not built; drop it", _NOTHING),
-    "ray_kwargs.ray_init.runtime_env.nsight": Refusal(_PROFILER, _NOTHING),
+    "ray_kwargs.timeline_json_file": Refusal("it is not built; drop it", NOTHING),
+    "ray_kwargs.ray_init.runtime_env.nsight": Refusal(PROFILER, NOTHING),
     "transfer_queue": Refusal(
-        "there is no separate data plane here; write enable=False", _OFF, switch="enable"
+        "there is no separate data plane here; write enable=False", OFF, switch="enable"
     ),
-    "global_profiler": Refusal(_PROFILER, (*_OFF, []), switch="tool"),
+    "global_profiler.global_tool_config": Refusal(
+        "it belongs to other profilers than torch's; drop it", switch="global_profiler.tool"
+    ),
+    **{
+        f"global_profiler.{leaf}": PROFILER_LEAVES[leaf]
+        for leaf in ("relocate_results", "finish_hook_cmd", "finish_hook_all_ranks", "finish_hook_ranks")
+    },
     "model_engine": Refusal(
         "Megatron, VeOmni, TorchTitan and the like are not supported; write dp, or drop it", ("dp",)
     ),
@@ -457,12 +348,13 @@ _OTHER_LEAVES = {
     },
     **{
         f"skip.{stage}": Refusal(
-            "rollouts are never replayed from a file; write enable=False", _OFF, switch="enable"
+            "rollouts are never replayed from a file; write enable=False", OFF, switch="enable"
         )
         for stage in ("rollout", "rollout_tq", "async_rollout")
     },
-    "async_training.use_trainer_do_validate": Refusal("validation runs on the engines; write False", _OFF),
-    "async_training.use_dynamic_resource_scheduling": Refusal("devices keep their role; write False", _OFF),
+    "skip.action": Refusal("rollouts are never replayed from a file; drop it", ("cache", None)),
+    "async_training.use_trainer_do_validate": Refusal("validation runs on the engines; write False", OFF),
+    "async_training.use_dynamic_resource_scheduling": Refusal("devices keep their role; write False", OFF),
     **{
         f"async_training.dynamic_schedule_{option}": Refusal(
             "devices keep their role; drop it", switch="async_training.use_dynamic_resource_scheduling"
@@ -470,10 +362,10 @@ _OTHER_LEAVES = {
         for option in ("policy", "deactivate_ratio", "enable_rebalance")
     },
     "async_training.compute_prox_log_prob": Refusal(
-        "algorithm.rollout_correction.bypass_mode=False recomputes the proximal policy; write that", _OFF
+        "algorithm.rollout_correction.bypass_mode=False recomputes the proximal policy; write that", OFF
     ),
     "async_training.compute_advantage_in_rollout": Refusal(
-        "advantages are computed by the driver; write False", _OFF
+        "advantages are computed by the driver; write False", OFF
     ),
     "async_training.checkpoint_engine": Refusal(
         "weights travel as actor_rollout_ref.rollout.checkpoint_engine says; write that",
@@ -500,6 +392,14 @@ RENAMED = {
 """Refused keys whose values hold under another one. A run refuses them too, because some releases of verl
 ignore them."""
 
+DEAD_IN_VERL = (
+    f"{_ACTOR}.freeze_vision_tower",
+    f"{_ACTOR}.use_prefix_grouper",
+    "data.chat_template_func",
+    "data.filter_prompts",
+)
+"""Keys that verl's newest release has and never reads."""
+
 
 _DISTILLED = "distillation.distillation_loss"
 _BY_THE_AUTHORS = Refusal("it has the value of the method's authors; drop it")
@@ -525,7 +425,7 @@ _REMOVED = {
     ),
     "reward.memory_limit_megabytes": Refusal("only a run has a limit of memory; drop it", (None,)),
     "reward.on_failure": Refusal("write reward.failure_score instead, for score", ("stop",)),
-    f"{_REF}.fsdp_config.optimizer_offload": Refusal("it scores without an optimizer; drop it", _EITHER),
+    f"{_REF}.fsdp_config.optimizer_offload": Refusal("it scores without an optimizer; drop it", EITHER),
     f"{_DISTILLED}.policy_loss_mode": Refusal("there is PPO's clip alone; write vanilla", ("vanilla", None)),
     **{
         f"{_ACTOR}.policy_loss.{leaf}": _BY_THE_AUTHORS
@@ -541,16 +441,21 @@ _REMOVED = {
 def _table() -> dict[str, Refusal]:
     table = _OTHER_LEAVES | _REMOVED
     for role in (_ACTOR, _REF, "critic"):
-        table |= {f"{role}.fsdp_config.{leaf}": row for leaf, row in _FSDP_LEAVES.items()}
+        table |= {f"{role}.fsdp_config.{leaf}": row for leaf, row in FSDP_LEAVES.items()}
         table |= {
-            f"{role}.{leaf}": row for leaf, row in _WORKER_LEAVES.items() if f"{role}.{leaf}" not in table
+            f"{role}.{leaf}": row for leaf, row in WORKER_LEAVES.items() if f"{role}.{leaf}" not in table
+        }
+    for role in (_ACTOR, _REF, "critic", _ROLLOUT):
+        switch = f"{role}.profiler.enable"
+        table |= {
+            f"{role}.profiler.{leaf}": replace(row, switch=switch) for leaf, row in PROFILER_LEAVES.items()
         }
     for model in (_MODEL, "critic.model"):
-        table |= {f"{model}.{leaf}": row for leaf, row in _MODEL_LEAVES.items()}
-        table |= {f"{model}.lora.{leaf}": row for leaf, row in _LORA_LEAVES.items()}
-    megatron_lora = Refusal(_MEGATRON_LORA, (0,), switch=f"{_MODEL}.lora.rank")
-    table |= {f"{_MODEL}.lora.{leaf}": megatron_lora for leaf in _MEGATRON_LORA_LEAVES}
-    table["critic.model.lora"] = Refusal(_MEGATRON_LORA, (0,), switch="rank")
+        table |= {f"{model}.{leaf}": row for leaf, row in MODEL_LEAVES.items()}
+        table |= {f"{model}.lora.{leaf}": row for leaf, row in LORA_LEAVES.items()}
+    megatron_lora = Refusal(MEGATRON_LORA, (0,), switch=f"{_MODEL}.lora.rank")
+    table |= {f"{_MODEL}.lora.{leaf}": megatron_lora for leaf in MEGATRON_LORA_LEAVES}
+    table["critic.model.lora"] = Refusal(MEGATRON_LORA, (0,), switch="rank")
     sections = ((_ROLLOUT, _ROLLOUT_LEAVES), ("data", _DATA_LEAVES), ("trainer", _TRAINER_LEAVES))
     return table | {f"{section}.{leaf}": row for section, leaves in sections for leaf, row in leaves.items()}
 
@@ -568,6 +473,10 @@ REFUSED_VALUES = {
     **{
         (f"{_ROLLOUT}.name", name): f"the engine {name} {_ENGINES}"
         for name in ("sglang", "trtllm", "hf", "naive")
+    },
+    **{
+        ("global_profiler.tool", name): "vendor profilers are not supported; write torch"
+        for name in ("nsys", "npu", "torch_memory", "memray", "precision_debugger")
     },
     ("trainer.device", "npu"): "NPUs are not supported; write cuda, cpu or auto",
     **{

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import fields_of
@@ -256,4 +257,14 @@ def sources_panel(run: RunData, has_text: bool, left_out: Sequence[str]) -> str:
         if has_text
         else "This page holds no text of prompts or responses."
     )
-    return listed([*run.notes, *left_out, text])
+    return listed([*run.notes, *left_out, text]) + _traces(run)
+
+
+def _traces(run: RunData) -> str:
+    """Links to the traces of profiled steps; empty without any."""
+    elsewhere = run.settings.get("global_profiler.save_path")
+    if elsewhere and run.settings.get("global_profiler.tool"):
+        return f"<p>Traces of profiled steps are in {escaped(elsewhere)}.</p>"
+    names = sorted(path.name for path in (run.path / "profile").glob("*.json.gz"))
+    links = " ".join(f'<a href="profile/{quote(name)}">{escaped(name)}</a>' for name in names)
+    return f"<p>Traces of profiled steps, for https://ui.perfetto.dev: {links}</p>" if names else ""

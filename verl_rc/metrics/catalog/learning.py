@@ -72,6 +72,11 @@ _ACTOR = (
         "proximal=interpolate",
     ),
     MetricSpec(
+        "actor/entropy_coeff",
+        "1",
+        "weight of the entropy bonus in this step, with algorithm.adaptive_entropy",
+    ),
+    MetricSpec(
         "actor/update_entropy",
         "nats",
         "mean over response tokens and updates of the current policy's entropy; in bypass mode and with "

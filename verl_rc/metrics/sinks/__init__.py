@@ -1,5 +1,5 @@
-"""Metric sinks: console, JSON lines, W&B, TensorBoard. W&B and TensorBoard are imported only when they are
-opened."""
+"""Metric sinks: console, JSON lines, TensorBoard, W&B, MLflow, SwanLab, Trackio. All but the first two are
+imported only when they are opened."""
 
 from verl_rc.metrics.sinks.local import (
     AlertCause,
@@ -10,7 +10,7 @@ from verl_rc.metrics.sinks.local import (
     JsonlSink,
     MetricSink,
 )
-from verl_rc.metrics.sinks.tracker import Tracker, open_tracker
+from verl_rc.metrics.sinks.tracker import Tracker, open_tracker, require_installed
 
 __all__ = [
     "AlertCause",
@@ -22,4 +22,5 @@ __all__ = [
     "MetricSink",
     "Tracker",
     "open_tracker",
+    "require_installed",
 ]

@@ -2,14 +2,28 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from verl_rc.config.errors import install_extra
-from verl_rc.config.run import TrainerConfig
+from verl_rc.config.errors import ConfigError, install_extra
+from verl_rc.config.run import EXPERIMENTS, TrainerConfig
 from verl_rc.metrics.sinks.local import AlertCause, Cell, ConsoleSink, ExperimentSink, JsonlSink, MetricSink
 
 _MAX_NAMES = 1_000
+_OPTIONAL = ("tensorboard", "mlflow", "swanlab", "trackio")
+"""Packages that are extras of the same name."""
+
+
+def require_installed(loggers: Sequence[str]) -> None:
+    """Raise ``ConfigError`` for the sinks of ``trainer.logger`` whose package is not installed."""
+    missing = [name for name in loggers if name in _OPTIONAL and find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"trainer.logger: {', '.join(missing)} must be installed to be used; "
+            f"{install_extra(','.join(missing))}, or leave it out."
+        )
 
 
 class Tracker:
@@ -18,14 +32,14 @@ class Tracker:
     def __init__(
         self,
         sinks: Sequence[MetricSink],
-        experiment: ExperimentSink | None = None,
+        experiments: Mapping[str, ExperimentSink] | None = None,
         run_id: str | None = None,
     ) -> None:
-        """``experiment``: a further sink, which ``close_files`` keeps open for the report; None without
-        one. ``run_id``: of an earlier life of the run, for a later one."""
-        self._sinks = (*sinks, *(() if experiment is None else (experiment,)))
-        self.experiment = experiment
-        self.run_id = run_id if experiment is None else experiment.run_id
+        """``experiments``: further sinks by name, which ``close_files`` keeps open for the report.
+        ``run_id``: W&B's of an earlier life of the run, for a later one."""
+        self.experiments = dict(experiments or {})
+        self._sinks = (*sinks, *self.experiments.values())
+        self.run_id = self.experiments["wandb"].run_id if "wandb" in self.experiments else run_id
         """The W&B run id, stored in checkpoints; None in a run that had no W&B yet."""
         self._names: set[str] = set()
         """Names of metrics of environments that the sinks have got."""
@@ -67,8 +81,8 @@ class Tracker:
                 stack.callback(sink.close)
 
     def close_files(self) -> None:
-        """Close every sink but ``experiment``, which the caller must finish."""
-        self._sinks = tuple(sink for sink in self._sinks if sink is not self.experiment)
+        """Close every sink but ``experiments``, which the caller must finish."""
+        self._sinks = tuple(sink for sink in self._sinks if sink not in self.experiments.values())
         self.close()
 
 
@@ -83,31 +97,30 @@ def open_tracker(
 ) -> Tracker:
     """Open JSON lines and the sinks of ``trainer.logger``.
 
-    ``config`` (the resolved configuration) is for W&B, ``total_steps`` for the console. ``steps_done`` and
-    ``run_id`` (of its ``Tracker``) are those of a resumed run, which continues the earlier output.
+    ``config`` (the resolved configuration) is for experiments, ``total_steps`` for the console.
+    ``steps_done`` and ``run_id`` (of its ``Tracker``) are those of a resumed run, which continues the earlier
+    output; the ids of experiments other than W&B's lie in the run's folder.
 
     Raises:
-        ValueError: a sink needs a package that is not installed.
+        ValueError: a sink needs a package that is not installed, or does not take the run.
     """
+    require_installed(trainer.logger)
     sinks: list[MetricSink] = [ConsoleSink(total_steps)] if "console" in trainer.logger else []
     if "tensorboard" in trainer.logger:
-        sinks.append(_open_tensorboard(run_dir, steps_done))
+        sinks.append(_class_of("tensorboard", "TensorBoardSink")(run_dir, steps_done))
     sinks.append(JsonlSink(run_dir, steps_done))
-    if "wandb" not in trainer.logger:
-        return Tracker(sinks, run_id=run_id)
-    # Importing wandb takes seconds and writes to the home folder: only for those who asked for it.
-    from verl_rc.metrics.sinks.wandb_sink import WandbSink  # noqa: PLC0415
+    experiments: dict[str, ExperimentSink] = {}
+    for name in [name for name in EXPERIMENTS if name in trainer.logger]:
+        kept = run_dir / f"{name}_run_id"
+        earlier = kept.read_text(encoding="utf-8") if steps_done and kept.exists() else None
+        arguments = trainer.project_name, trainer.experiment_name, run_dir, config
+        sink = _class_of(name, f"{name.capitalize()}Sink")
+        experiments[name] = sink(*arguments, run_id if name == "wandb" else earlier)
+        if name != "wandb":  # W&B's id is in the checkpoint
+            kept.write_text(experiments[name].run_id, encoding="utf-8")
+    return Tracker(sinks, experiments, run_id)
 
-    experiment = WandbSink(trainer.project_name, trainer.experiment_name, run_dir, config, run_id)
-    return Tracker(sinks, experiment)
 
-
-def _open_tensorboard(run_dir: Path, steps_done: int) -> MetricSink:
-    try:
-        from verl_rc.metrics.sinks.tensorboard_sink import TensorBoardSink  # noqa: PLC0415  (an optional package)
-    except ImportError as error:
-        raise ValueError(
-            f"trainer.logger: 'tensorboard' must be installed to be used; {install_extra('tensorboard')}, or "
-            "leave it out."
-        ) from error
-    return TensorBoardSink(run_dir, steps_done)
+def _class_of(name: str, sink: str) -> Any:
+    """Only here is the package ``name`` imported: that takes seconds, and W&B writes to the home folder."""
+    return getattr(import_module(f"verl_rc.metrics.sinks.{name}_sink"), sink)

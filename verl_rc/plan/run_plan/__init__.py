@@ -8,8 +8,10 @@ from verl_rc.plan.run_plan.objective import (
     AdvantagePlan,
     PolicyPlan,
     inputs_of_update,
+    mask_meaning,
     plan_advantages,
     plan_policy,
+    reference_meaning,
 )
 from verl_rc.plan.run_plan.options import UnusedOption, asynchrony_warnings, unused_options, warnings_of
 from verl_rc.plan.run_plan.schedule import (
@@ -31,7 +33,9 @@ __all__ = [
     "PolicyPlan",
     "UpdateArithmetic",
     "inputs_of_update",
+    "mask_meaning",
     "plan_of",
+    "reference_meaning",
 ]
 
 

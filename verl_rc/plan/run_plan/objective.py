@@ -10,6 +10,7 @@ from verl_rc.algorithm.ppo.choices import (
     needs_statistics_first,
     policy_loss_name,
 )
+from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.config.algorithms import POLICY_LOSSES, EstimatorOption, EstimatorSpec, LossSpec
 from verl_rc.config.distillation import DistillationLossConfig
 from verl_rc.config.rollout_correction import CorrectionMode, ScoreCenteringConfig
@@ -40,6 +41,8 @@ class PolicyPlan:
     """Average of the entropy and KL terms."""
     entropy_coeff: float
     """Coefficient of the entropy; 0 means that entropy is only reported."""
+    entropy_target: float | None
+    """Entropy below which an adaptive coefficient acts, nats. None without one."""
     kl_loss_coef: float | None
     """Coefficient of the KL term. None without a KL term; 0 means that it is only reported."""
     distillation: DistillationLossConfig | None
@@ -56,6 +59,11 @@ class PolicyPlan:
         return "rollout" if self.mode == "bypass" else "proximal"
 
     @property
+    def has_entropy(self) -> bool:
+        """Whether the entropy is in the loss."""
+        return self.entropy_coeff != 0 or self.entropy_target is not None
+
+    @property
     def has_task_loss(self) -> bool:
         """Whether the task's rewards are trained on."""
         return self.distillation is None or self.distillation.use_task_rewards
@@ -63,7 +71,7 @@ class PolicyPlan:
     @property
     def aggregations(self) -> set[str]:
         """Averages of all terms in the loss."""
-        has_regulariser = self.entropy_coeff != 0 or bool(self.kl_loss_coef) or self.distillation is not None
+        has_regulariser = self.has_entropy or bool(self.kl_loss_coef) or self.distillation is not None
         policy_term = {self.aggregation} if self.has_task_loss else set()
         return policy_term | ({self.regulariser_aggregation} if has_regulariser else set())
 
@@ -85,6 +93,7 @@ def plan_policy(config: RunConfig) -> PolicyPlan:
         aggregation=(spec is not None and spec.aggregation) or actor.loss_agg_mode,
         regulariser_aggregation=actor.loss_agg_mode,
         entropy_coeff=actor.entropy_coeff,
+        entropy_target=config.algorithm.adaptive_entropy.target_entropy,
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
         distillation=distillation,
         teacher_loss=None if distillation is None else distillation_loss_name(distillation, correction),
@@ -161,3 +170,27 @@ def inputs_of_update(policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[
         yield from (
             ("teacher_top_ids", "teacher_top_log_probs") if reads_top_tokens else ("teacher_log_probs",)
         )
+
+
+def reference_meaning(config: RunConfig) -> str:
+    """The reference policy in words."""
+    reference = config.actor_rollout_ref.ref
+    if not config.has_reference_model:
+        return "the actor without its adapters"
+    if config.refreshes_reference:
+        return f"the actor of the last step that {reference.sync_freq} divides, first {reference.model_path}"
+    return f"{reference.model_path}, frozen"
+
+
+def mask_meaning(algorithm: AlgorithmConfig, policy: PolicyPlan) -> str:
+    """The mask of the loss in words."""
+    source = {
+        "reject_sequence": "whose row's log-probs are finite",
+        "reject_token": "whose log-probs are finite",
+    }
+    meaning = "1 on response tokens that rejection kept (loss_mask = response_mask and keep_mask)"
+    if not policy.rejects_tokens:
+        condition = source.get(algorithm.rollout_correction.nonfinite_logprob)
+        meaning = "1 on response tokens (response_mask)" + (f" {condition}" if condition else "")
+    truncated = ", of responses that a stop token ended" if algorithm.mask_truncated_responses else ""
+    return meaning + truncated

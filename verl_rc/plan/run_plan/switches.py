@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from verl_rc.config.models import OptimConfig, torch_name
-from verl_rc.config.run import RunConfig, TokenRecordsConfig
+from verl_rc.config.profiler import ProfilerConfig
+from verl_rc.config.run import EXPERIMENTS, RunConfig, TokenRecordsConfig
 
 UnreadRule = tuple[bool, Sequence[str], str]
 """Whether the keys are unread, the keys (leaves, or sections as ``section.*``), and the reason."""
@@ -80,6 +81,8 @@ def _devices(config: RunConfig) -> Iterator[UnreadRule]:
         offloads = _keys(fsdp, "param_offload", *(("optimizer_offload",) if section in learners else ()))
         yield on_cpu, offloads, "trainer.device=cpu: weights lie in host memory anyway"
         yield config.num_ranks == 1, _keys(fsdp, "fsdp_size"), "one rank holds all weights"
+    yield on_cpu, _keys(_MODEL, "enable_activation_offload"), "trainer.device=cpu: all memory is the host's"
+    yield config.num_ranks == 1, _keys("trainer", "balance_batch"), "one rank has all rows"
     gradient_sums = [f"{section}.fsdp_config.use_no_sync_for_gradient_accumulation" for section in learners]
     yield config.num_ranks == 1, gradient_sums, "one rank: its gradients are whole anyway"
 
@@ -121,6 +124,11 @@ def _data_and_rewards(config: RunConfig) -> Iterator[UnreadRule]:
         data.filter_overlong_prompts,
         ("data.truncation",),
         "filter_overlong_prompts=True leaves nothing to cut",
+    )
+    yield (
+        config.algorithm.adaptive_entropy.target_entropy is None,
+        _keys("algorithm.adaptive_entropy", "max_ent_coef", "delta_ent_coef"),
+        "target_entropy=null",
     )
     yield not config.algorithm.filter_groups.enable, ("algorithm.filter_groups.*",), "it is not enabled"
     yield (
@@ -179,6 +187,11 @@ def _rollouts(config: RunConfig) -> Iterator[UnreadRule]:
 def _trainer(config: RunConfig) -> Iterator[UnreadRule]:
     trainer, alerts = config.trainer, config.trainer.alerts
     yield (
+        config.global_profiler.tool is None,
+        _keys("global_profiler", *(name for name in ProfilerConfig.model_fields if name != "tool")),
+        "global_profiler.tool=null",
+    )
+    yield (
         not trainer.token_records.enable,
         _keys(
             "trainer.token_records", *(name for name in TokenRecordsConfig.model_fields if name != "enable")
@@ -186,16 +199,17 @@ def _trainer(config: RunConfig) -> Iterator[UnreadRule]:
         "token_records.enable=False",
     )
     yield alerts.mismatch_limit is None, _keys("trainer.alerts", "mismatch"), "mismatch_limit=null: never"
+    experiments = set(trainer.logger) & set(EXPERIMENTS)
     yield (
-        "wandb" not in trainer.logger or trainer.report != "at_end",
+        not experiments or trainer.report != "at_end",
         _keys("trainer", "wandb_text"),
         "no report goes to W&B: it takes logger=wandb and report=at_end",
     )
     default_folder = f"checkpoints/{trainer.project_name}/{trainer.experiment_name}"
     yield (
-        "wandb" not in trainer.logger and trainer.default_local_dir != default_folder,
+        not experiments and trainer.default_local_dir != default_folder,
         _keys("trainer", "project_name", "experiment_name"),
-        "logger has no wandb, and default_local_dir was given",
+        "logger has no tracker of runs, and default_local_dir was given",
     )
     alerts_save = "save_and_stop" in (alerts.mismatch, alerts.gap, alerts.cause, alerts.reward_collapse)
     yield (

@@ -65,8 +65,9 @@ FIXED_KEYS = (
     "actor_rollout_ref.model.lora_rank",
     "actor_rollout_ref.model.lora_alpha",
     "actor_rollout_ref.model.target_modules",
+    "actor_rollout_ref.ref.sync_freq",
 )
-"""Settings that decide which prompts and samples come next, or what the saved adapters mean.
+"""Settings that decide which prompts and samples come next, or what the saved models mean.
 
 Everything else may change when a run is resumed: learning rates, losses, corrections, lengths, ranks,
 engines, loggers, and paths (models and data may move; the prompt stream itself refuses other prompts).
@@ -112,6 +113,7 @@ _MEASURED_UNDER: Mapping[tuple[str, ...], tuple[str, ...]] = {
         "actor_rollout_ref.rollout.environment",
     ),
     ("control.kl_coef",): ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"),
+    ("control.entropy_coeff",): ("algorithm.adaptive_entropy",),
     ("control.rejection_threshold",): (
         "algorithm.rollout_correction.rollout_rs",
         "algorithm.rollout_correction.rollout_rs_threshold",
@@ -137,7 +139,7 @@ class RunState:
     supply: SupplyState | None = None
     """Groups in flight or waiting, and what became of the others. None means before the first step."""
     control: ControlState = field(default_factory=ControlState)
-    """Adaptive weight of the KL penalty and adaptive rejection threshold."""
+    """Adaptive weights of KL penalty and entropy bonus, and adaptive rejection threshold."""
     rollout_gap_limit: float | None = None
     """Limit of the mean gap of a step's rollouts, nats. None means not calibrated yet."""
     canary_gap_limit: float | None = None

@@ -173,9 +173,15 @@ def add_product(weight: Tensor, left: Tensor, right: Tensor, scale: float) -> Te
 
 def own_rows(tensor: Tensor) -> Tensor:
     """This rank's rows in float32, detached; all of them where the tensor is no shard."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().float()
+    return local_tensor(tensor).float()
 
 
 def gather_full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor of a shard, by a collective; a tensor that is no shard itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, without its gradient."""
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach()

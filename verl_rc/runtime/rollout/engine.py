@@ -7,6 +7,7 @@ An engine is added as a folder ``rollout/NAME`` and by its name among those of
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
 from verl_rc.config.run import RunConfig
@@ -178,6 +179,9 @@ class Engine(Protocol):
 
     def activity(self) -> list[tuple[float, float]]:
         """Start and end of each span of sampling since the last call, seconds since 1970."""
+
+    def switch_trace(self, path: Path | None) -> None:
+        """Begin the trace of what the engine computes, or write it; see ``StepTrace.switch``."""
 
     def sleep(self) -> bool:
         """Free the memory of weights and KV cache, so that a trainer on the same device can use it.

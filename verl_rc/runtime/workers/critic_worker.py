@@ -15,6 +15,7 @@ from verl_rc.records.ragged import Column, Ragged
 from verl_rc.runtime.distributed.fsdp import sharding_mesh
 from verl_rc.runtime.distributed.process_group import RankAddress, join_trainer_group, trainer_device
 from verl_rc.runtime.distributed.sequence_parallel import divide_ranks
+from verl_rc.runtime.workers.activation_offload import offload_layer_inputs
 from verl_rc.runtime.workers.forward import ForwardOptions, score_values
 from verl_rc.runtime.workers.language_model import load_value_model, torch_dtype
 from verl_rc.runtime.workers.micro_batches import (
@@ -46,6 +47,8 @@ class CriticWorker(Learner):
             model.trust_remote_code,
             mesh,
         )
+        if model.enable_activation_offload:
+            offload_layer_inputs(module, self._device.type)
         async_save = policy.actor.checkpoint.async_save
         self.model = LearningModel(module, mesh, self._config, total_steps, async_save)
         _, sharing = divide_ranks(mesh, self._config.fsdp_config.ulysses_sequence_parallel_size)

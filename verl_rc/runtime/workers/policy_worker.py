@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ from verl_rc.runtime.weight_sync.sender import SendReceipt, WeightSender
 from verl_rc.runtime.weight_sync.shared_bucket import BucketHandle
 from verl_rc.runtime.weight_sync.survival import EngineRounding, UpdateSurvival
 from verl_rc.runtime.weight_sync.transfer_group import TransferAddress
+from verl_rc.runtime.workers.activation_offload import offload_layer_inputs
 from verl_rc.runtime.workers.forward import ForwardOptions, score_tokens
 from verl_rc.runtime.workers.host import host_memory
 from verl_rc.runtime.workers.language_model import load_causal_lm, torch_dtype
@@ -97,6 +99,8 @@ class PolicyWorker(Learner):
         )
         if self._actor.freeze_vision_tower:
             freeze_tower(module)
+        if model_config.enable_activation_offload:
+            offload_layer_inputs(module, self._device.type)
         is_replayed = config.actor_rollout_ref.rollout.enable_rollout_routing_replay
         replay = RouterReplay(module) if is_replayed else None
         module, async_save = add_adapters(module, model_config), self._actor.checkpoint.async_save
@@ -110,7 +114,7 @@ class PolicyWorker(Learner):
         self._forward = ForwardOptions(
             config.actor_rollout_ref.rollout.temperature,
             model_config.use_remove_padding,
-            entropy_gradient=self._actor.entropy_coeff != 0,
+            entropy_gradient=config.has_entropy_bonus,
             ranks=sharing,
             prefixes=PrefixSharing() if config.actor_rollout_ref.shares_prefixes else None,
             replay=replay,
@@ -187,6 +191,7 @@ class PolicyWorker(Learner):
         correction = request.corrector.during_update(request.policy_version, len(mini_batches), self._ranks)
         totals = ObjectiveTotals("actor")
         loss_tokens = []
+        self._actor = request.options_of_step(self._actor)
         self._statistics_seconds = 0.0
         with self.model.in_use(with_optimizer=True) as module:
             module.train()
@@ -402,9 +407,21 @@ class FrozenWorker:
 
 
 class ReferenceWorker(FrozenWorker):
-    """The reference policy."""
+    """The reference policy, which may become the actor from time to time and is saved then."""
 
     role = "reference"
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's part of a checkpoint; collective."""
+        self.model.save(folder)
+
+    def has_saved(self, wait: bool) -> bool:
+        """True: ``save`` does not write in the background."""
+        return True
+
+    def load(self, folder: Path) -> None:
+        """Restore a checkpoint; collective."""
+        self.model.load(folder)
 
 
 class TeacherWorker(FrozenWorker):

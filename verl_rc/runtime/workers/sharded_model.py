@@ -17,11 +17,12 @@ from verl_rc.runtime.checkpoint import (
     BackgroundWriter,
     collect_shards,
     load_shards,
+    named_tensors,
     resume_schedule,
     schedule_state,
     write_shards,
 )
-from verl_rc.runtime.distributed.fsdp import gather_full_tensor, shard_model
+from verl_rc.runtime.distributed.fsdp import gather_full_tensor, local_tensor, shard_model
 from verl_rc.runtime.distributed.process_group import DeviceMesh, leave_trainer_group
 from verl_rc.runtime.workers.float16 import LossScale, require_float16_products
 from verl_rc.runtime.workers.language_model import torch_dtype
@@ -109,6 +110,29 @@ class FrozenModel(ShardedModel):
         super().__init__(module, mesh, fsdp)
         module.requires_grad_(False)
         self._offload()
+
+    def copy_from(self, model: ShardedModel) -> None:
+        """Take the weights of a model of the same architecture in the same shards."""
+        with model.in_use() as source, self.in_use() as target, torch.no_grad():
+            weights = named_tensors(source)
+            for name, tensor in named_tensors(target).items():
+                local_tensor(tensor).copy_(local_tensor(weights[name]))
+
+    def save(self, folder: Path) -> None:
+        """Write the shards below ``folder``; collective."""
+        with self.in_use() as module:
+            write_shards(folder, collect_shards(module, _no_optimizer(), {}))
+
+    def load(self, folder: Path) -> None:
+        """Restore a ``save`` by any number of ranks; collective. Raises ``CheckpointError`` when it does not
+        fit."""
+        with self.in_use() as module:
+            load_shards(folder, module, _no_optimizer())
+
+
+def _no_optimizer() -> torch.optim.Optimizer:
+    """An optimizer of no parameters, for shards of a model that does not learn."""
+    return torch.optim.SGD([{"params": []}], lr=0.0)
 
 
 class LearningModel(ShardedModel):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from verl_rc.algorithm.ppo.corrector import Corrector
 from verl_rc.algorithm.ppo.in_actor import Measured
+from verl_rc.config.models import ActorConfig
 from verl_rc.metrics import Metric
 from verl_rc.records.optimizer_step import OptimizerStep
 
@@ -21,8 +22,16 @@ class UpdateRequest:
     accepts, nats. None means no limit."""
     learning_rate_factor: float = 1.0
     """Multiplies the learning rate of the schedule in all updates of the step."""
+    entropy_coeff: float | None = None
+    """Weight of the entropy bonus in all updates of the step. None means the configured one."""
     measures_survival: bool = False
     """Measure the share of the step's updates that survives the engines' rounding."""
+
+    def options_of_step(self, actor: ActorConfig) -> ActorConfig:
+        """The actor's options in this step's updates."""
+        if self.entropy_coeff is None:
+            return actor
+        return actor.model_copy(update={"entropy_coeff": self.entropy_coeff})
 
 
 @dataclass(frozen=True)

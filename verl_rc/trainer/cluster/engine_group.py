@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from verl_rc.metrics.trace import TRACE
@@ -205,6 +206,12 @@ class EngineGroup:
         for engine, spans in zip(self._engines, self._call_all("activity"), strict=True):
             for begin, end in spans:
                 TRACE.span(engine.name, "decode", begin, end)
+
+    def switch_trace(self, engine: int, path: Path | None) -> None:
+        """Begin or write the trace of an engine; see ``StepTrace.switch``. The next ``collect`` reports a
+        loss."""
+        with suppress(EnginesLostError):
+            self.wait({engine: self._engines[engine].call("switch_trace", path)})
 
     def abandon_update(self) -> None:
         """Close an interrupted update on the live engines; returns at once."""

@@ -37,7 +37,7 @@ class RankGroup:
         self.processes = processes
         self.ranks_per_share = processes.sharing[self.role]
         """Ranks that share the tokens of their rows."""
-        self._shares_prefixes = processes.shares_prefixes
+        self._shares_prefixes, self._balances = processes.shares_prefixes, processes.balances
         self._ranks = processes.ranks_of(self.role)
 
     @property
@@ -148,6 +148,7 @@ class RankGroup:
                 self.num_shares,
                 limit,
                 None if prefixes is None else prefixes.of(rows),
+                self._balances,
             )
             assigned.append([[[rows[place] for place in part] for part in share] for share in shares])
         return assigned

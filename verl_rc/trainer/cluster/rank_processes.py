@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verl_rc.config.run import RunConfig
@@ -36,12 +37,16 @@ class RankProcesses:
 
     worker = "verl_rc.runtime.workers.trainer_rank:TrainerRank"
 
-    def __init__(self, placement: Placement, sharing: Mapping[str, int], shares_prefixes: bool) -> None:
+    def __init__(
+        self, placement: Placement, sharing: Mapping[str, int], shares_prefixes: bool, balances: bool = True
+    ) -> None:
         """Start the processes; ``build`` loads the models. ``sharing``: by role, ranks that share the tokens
-        of their rows. ``shares_prefixes``: tokens that rows have in common are computed once."""
+        of their rows. ``shares_prefixes``: tokens that rows have in common are computed once. ``balances``:
+        ranks get equal numbers of tokens rather than of rows."""
         environment = trainer_environment(placement.trainer_threads, placement.one_node)
         self.sharing = sharing
         self.shares_prefixes = shares_prefixes
+        self.balances = balances
         self._host = LOOPBACK if placement.one_node else None
         self._processes = [
             RemoteProcess(f"{_listed(list(sharing))} rank {rank}", environment, **place.options())
@@ -90,6 +95,14 @@ class RankProcesses:
         """Host and port at which the first rank waits for the other members of a group."""
         host, port = wait_for_all([self._processes[0].listen(self._host)])[0]
         return host, port
+
+    def refresh_reference(self) -> list[Pending]:
+        """Give the reference policy the actor's weights, on all ranks."""
+        return [process.call("refresh_reference") for process in self._processes]
+
+    def switch_trace(self, rank: int, path: Path | None) -> Pending:
+        """Begin or write the trace of a rank; see ``StepTrace.switch``."""
+        return self._processes[rank].call("switch_trace", path)
 
     def close(self) -> None:
         """Ask every rank to leave the process group."""

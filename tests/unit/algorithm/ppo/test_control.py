@@ -125,3 +125,28 @@ def test_what_is_fixed_now_stays_as_configured() -> None:
 def test_without_penalty_or_correction_nothing_moves() -> None:
     control = Control.from_config(algorithm("adaptive", ADAPTIVE))
     assert control.after_penalty(None, 1000).after_correction(None) == control
+
+
+def of_entropy(**options: object) -> Control:
+    return Control.from_config(AlgorithmConfig.model_validate({"adaptive_entropy": options}))
+
+
+def test_the_weight_of_the_entropy_climbs_below_the_target_and_is_off_above_it() -> None:
+    control = of_entropy(target_entropy=0.5, max_ent_coef=0.03, delta_ent_coef=0.01)
+    weights, bonuses = [], []
+    for entropy in (0.4, 0.4, 0.4, 0.4, 0.6, 0.3, 0.9, 0.9, 0.9, 0.9):
+        bonuses.append(control.entropy_bonus(entropy))
+        control = control.after_entropy(entropy)
+        weights.append(control.entropy_coeff)
+    assert weights == pytest.approx([0.01, 0.02, 0.03, 0.03, 0.02, 0.03, 0.02, 0.01, 0.0, 0.0])
+    assert bonuses == pytest.approx([0.0, 0.01, 0.02, 0.03, 0.0, 0.02, 0.0, 0.0, 0.0, 0.0])
+    resumed = Control.from_config(control.algorithm, ControlState(entropy_coeff=0.02))
+    assert resumed.entropy_coeff == 0.02
+    assert resumed.state.entropy_coeff == 0.02
+
+
+def test_without_a_target_the_configured_weight_holds() -> None:
+    control = of_entropy()
+    assert control.after_entropy(0.1) is control
+    assert control.entropy_bonus(0.1) is None
+    assert control.state.entropy_coeff is None

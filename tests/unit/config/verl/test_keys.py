@@ -92,8 +92,8 @@ def test_accepted_values_are_compared_with_their_type(value: Any, is_accepted: b
     ("switch", "is_refused"), [({}, False), ({"enable": False}, False), ({"enable": True}, True)]
 )
 def test_details_matter_only_where_they_are_turned_on(switch: dict[str, bool], is_refused: bool) -> None:
-    given = {f"actor_rollout_ref.actor.profiler.{name}": value for name, value in switch.items()}
-    leaf = translate_key("actor_rollout_ref.actor.profiler.ranks", [0], given)
+    given = {f"actor_rollout_ref.actor.qat.{name}": value for name, value in switch.items()}
+    leaf = translate_key("actor_rollout_ref.actor.qat.mode", "w4a16", given)
     assert (leaf.problem is not None) == is_refused
 
 

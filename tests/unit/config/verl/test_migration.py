@@ -113,8 +113,25 @@ def test_a_recipe_hands_over_what_it_was_given(override: str, tmp_path: Path) ->
     assert arguments_of_script(str(tmp_path / "recipe.sh")) == [override]
 
 
+def test_keys_that_verl_itself_never_reads_are_said() -> None:
+    grouper = "actor_rollout_ref.actor.use_prefix_grouper"
+    migration = migrate([f"{grouper}=True", "actor_rollout_ref.actor.freeze_vision_tower=False"])
+    assert migration.overrides == ["actor_rollout_ref.model.share_prefixes=True"]
+    dead = [note for note in migration.notes if note.endswith("has the key and never reads it.")]
+    assert [note.partition(":")[0] for note in dead] == [
+        "actor_rollout_ref.actor.freeze_vision_tower",
+        grouper,
+    ]
+
+
+def test_the_actors_copy_of_the_correction_is_the_correction() -> None:
+    copy = "actor_rollout_ref.actor.policy_loss.rollout_correction"
+    given = [f"{copy}.rollout_is=token", f"{copy}.rollout_is_threshold=0.5_5"]
+    assert migrate(given) == migrate([pair.replace(copy, SECTION) for pair in given])
+
+
 def test_what_is_refused_is_left_out_and_said() -> None:
-    migration = migrate(["global_profiler.steps=[1]", "data.return_raw_chat=True"])
+    migration = migrate(["data.use_shm=True", "data.return_raw_chat=True"])
     assert migration.overrides == []
     assert len(migration.notes) == 2
 

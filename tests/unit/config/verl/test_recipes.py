@@ -96,6 +96,19 @@ OUTSIDE_THE_SCHEMA = {
     "actor_rollout_ref.rollout.repetition_penalty": "1.0",
     "actor_rollout_ref.rollout.val_kwargs.repetition_penalty": "1.0",
     "actor_rollout_ref.model.override_config.max_position_embeddings": None,
+    "actor_rollout_ref.ref.router_replay.mode": "disabled",
+    "actor_rollout_ref.ref.router_replay.record_file": "null",
+    "actor_rollout_ref.ref.router_replay.replay_file": "null",
+    "actor_rollout_ref.actor.checkpoint.save_lora_only": "False",
+    "actor_rollout_ref.model.target_parameters": "null",
+    "data.cache_dir": "~/.cache/verl/rlhf",
+    "data.chat_template_func": "null",
+    "data.filter_prompts": "True",
+    "data.need_tools_kwargs": "False",
+    "reward.timeout": "60.0",
+    "reward.max_concurrent": "1",
+    "reward.max_rpm": "null",
+    "reward.max_tpm": "null",
     "reward_model.reward_manager": None,
     "reward_model.reward_kwargs.max_resp_len": None,
     "reward_model.reward_kwargs.overlong_buffer_cfg.enable": None,
@@ -118,6 +131,15 @@ def test_keys_outside_of_verls_schema_are_accepted_or_refused_by_name(key: str) 
 
 
 REFUSED_BY_NAME = {
+    "actor_rollout_ref.ref.router_replay.mode=R3": "write disabled",
+    "actor_rollout_ref.ref.router_replay.replay_file=a": "drop it",
+    "actor_rollout_ref.actor.checkpoint.save_lora_only=True": "a checkpoint has the adapters alone where",
+    "actor_rollout_ref.model.target_parameters=gate_up_proj": "write target_modules",
+    "data.cache_dir=/tmp/a": "drop it",
+    "data.chat_template_func=f": "tokenizer_config.json",
+    "data.filter_prompts=False": "write that",
+    "data.need_tools_kwargs=True": "extra_info.tools_kwargs",
+    "reward.max_rpm=60": "limit them in your function",
     "actor_rollout_ref.model.use_shm=True": "copy the folder to /dev/shm",
     "data.use_shm=True": "files are read where they lie",
     "actor_rollout_ref.rollout.agent.num_workers=4": "one loop drives all engines",
@@ -131,6 +153,17 @@ REFUSED_BY_NAME = {
 def test_what_is_done_in_another_way_here_is_refused_by_name(override: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{override} is refused: .*{REFUSED_BY_NAME[override]}"):
         load_run_config([*FREQUENT, override])
+
+
+def test_what_verl_calls_otherwise_has_its_effect() -> None:
+    lora = ["actor_rollout_ref.model.lora_rank=8", "+actor_rollout_ref.actor.checkpoint.save_lora_only=True"]
+    assert load_run_config([*FREQUENT, "+reward.timeout=5", *lora]).reward.timeout_seconds == 5
+    with pytest.raises(
+        ConfigError, match=r"(?s)Write instead:\n  algorithm\.rollout_correction\.rollout_is=token"
+    ):
+        load_run_config(
+            [*FREQUENT, "+actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_is=token"]
+        )
 
 
 WITHOUT_A_DEFAULT = (

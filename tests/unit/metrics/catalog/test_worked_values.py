@@ -43,7 +43,9 @@ from verl_rc.algorithm.ppo.train_batch import StepInputs, _rewards
 from verl_rc.algorithm.rewards.sample import RewardOutput
 from verl_rc.algorithm.supply.group_book import AdmissionRule, BookState, GroupBook, GroupTotals
 from verl_rc.config import RolloutCorrectionConfig
+from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.config.load import load_run_config
+from verl_rc.config.models import ActorConfig
 from verl_rc.config.run import AlertsConfig
 from verl_rc.correction import compute_rollout_correction, measure
 from verl_rc.insight.run_folder.token_metrics import metrics_of
@@ -1247,6 +1249,7 @@ def updates_of_which_none_had_anything_to_learn_from():
     rank = SimpleNamespace(rank=0)
     policy = SimpleNamespace(
         _ranks=None,
+        _actor=ActorConfig(use_dynamic_bsz=True),
         _address=rank,
         _device=SimpleNamespace(type="cpu"),
         _forward=ForwardOptions(prefixes=PrefixSharing()),
@@ -1272,6 +1275,7 @@ def an_update_that_the_engine_rounds():
     states = iter((ones, ones + torch.tensor([3 / 512, 1 / 512])))
     policy = SimpleNamespace(
         _ranks=None,
+        _actor=ActorConfig(use_dynamic_bsz=True),
         _address=SimpleNamespace(rank=1),
         _device=SimpleNamespace(type="cpu"),
         _weights=SimpleNamespace(trained=lambda: [("weight", next(states))]),
@@ -1290,7 +1294,7 @@ def an_update_that_the_engine_rounds():
 @example
 def penalties_of_the_divergence():
     """k1 of 1 and 3 in a row of two tokens, of 1/2 in a row of one: means 2 and 1/2. The loss has a
-    coefficient of 1/4."""
+    coefficient of 1/4, and, at an entropy below its target, one of 1/8 for the entropy."""
     mask = torch.tensor([[True, True], [True, False]])
     evaluations = SimpleNamespace(
         reference_log_probs=torch.tensor([[-2.0, -4.0], [-1.5, 0.0]]),
@@ -1322,8 +1326,11 @@ def penalties_of_the_divergence():
     batch = train_batch()
     record.ledger.add_sampled(int(batch.response_mask.sum()))
     with patch("verl_rc.trainer.stages.plan_mini_batches", return_value=[]):
-        update_actor(services, None, SimpleNamespace(batch=batch, correction=None), step)
+        target = AlgorithmConfig.model_validate({"adaptive_entropy": {"target_entropy": 0.75}})
+        step = replace(step, control=replace(step.control, algorithm=target, entropy_coeff=1 / 8))
+        update_actor(services, None, SimpleNamespace(batch=batch, correction=None, mean_entropy=0.5), step)
     expected = {
+        "actor/entropy_coeff": 1 / 8,
         "actor/reward_kl_penalty": (2 + 1 / 2) / 2,
         "actor/reward_kl_penalty_coeff": 0.1,
         "actor/kl_coef": 0.25,

@@ -119,8 +119,8 @@ def test_the_report_and_the_end_are_written_after_all_other_files_are_closed(tmp
     page = (
         "<!doctype html><meta http-equiv='Content-Security-Policy' content=\"default-src 'none'\"><p>a page"
     )
-    tracker.experiment.publish(FinalReport("all is\nwell", "good", page))
-    tracker.experiment.finish(143)
+    tracker.experiments["wandb"].publish(FinalReport("all is\nwell", "good", page))
+    tracker.experiments["wandb"].finish(143)
     records = written(tmp_path, tracker.run_id)
     assert records[-1].exit.exit_code == 143
     updates = [item for summary in of_kind(records, "summary") for item in summary.update]

@@ -60,7 +60,7 @@ def after_five_batches() -> SavedRun:
         step=5,
         prompts=EpochBatches(10, 3, seed=1, shuffle=True).state_after(5),
         supply=SUPPLY,
-        control=ControlState(kl_coef=0.1 + 0.2, rejection_threshold=1.5),
+        control=ControlState(kl_coef=0.1 + 0.2, rejection_threshold=1.5, entropy_coeff=0.002),
         rollout_gap_limit=0.25,
         canary_gap_limit=1 / 3,
         left_out=LeftOutUpdates(skipped=1, nonfinite_actor=2, nonfinite_critic=3),

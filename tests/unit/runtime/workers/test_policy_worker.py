@@ -74,6 +74,22 @@ def test_micro_batches_do_not_change_the_gradient(
     assert_same_gradient(gradient(worker, batch, [*micro_batches, []]), whole)
 
 
+def test_a_steps_weight_of_the_entropy_multiplies_its_gradient(worker: PolicyWorker) -> None:
+    configured, batch = worker._actor, make_train_batch(LENGTHS, REJECTED)
+
+    def of(coefficient: float | None) -> torch.Tensor:
+        request = UpdateRequest(corrector_of(worker._correction), 0, entropy_coeff=coefficient)
+        worker._actor = request.options_of_step(configured)
+        try:
+            return gradient(worker, batch, [list(range(len(LENGTHS)))])
+        finally:
+            worker._actor = configured
+
+    without = of(0.0)
+    assert_same_gradient(of(0.3) - without, 0.3 * (of(1.0) - without))
+    assert torch.equal(of(None), of(0.05))
+
+
 @pytest.mark.parametrize("fields", [{}, {"bypass_mode": True}])
 @pytest.mark.parametrize("rollout_is", [None, "token"])
 def test_a_centered_loss_is_the_same_in_parts_and_padded(

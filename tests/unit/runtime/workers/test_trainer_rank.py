@@ -200,3 +200,34 @@ def test_a_rank_pads_each_micro_batch_once_and_nothing_else(
         assert padded == [*ROWS, *ROWS]
         padded.clear()
     rank.close()
+
+
+def test_a_refreshed_reference_is_the_actor_then_stays_and_is_restored(
+    with_dropout: Path, tmp_path: Path
+) -> None:
+    rank = start(with_dropout, "actor", "reference")
+    batch = make_train_batch([7, 2, 5, 6])
+    batch.reference_log_probs = batch.old_log_probs
+
+    def scores(rank: TrainerRank | Alone, role: str) -> torch.Tensor:
+        found, *_ = scored(partial(rank.call, role, "compute_log_probs"), batch.tokens, ROWS)
+        return found
+
+    initial = scores(rank, "reference")
+    train(rank, "actor", batch)
+    assert torch.equal(scores(rank, "reference"), initial)
+    assert isinstance(rank, TrainerRank)
+    rank.refresh_reference()
+    refreshed = scores(rank, "actor")
+    assert not torch.equal(refreshed, initial)
+    assert torch.equal(scores(rank, "reference"), refreshed)
+    train(rank, "actor", batch)
+    assert torch.equal(scores(rank, "reference"), refreshed)
+    rank.call("reference", "save", tmp_path / "reference")
+    assert rank.call("reference", "has_saved", False)
+    rank.close()
+    again = start(with_dropout, "actor", "reference")
+    assert torch.equal(scores(again, "reference"), initial)
+    again.call("reference", "load", tmp_path / "reference")
+    assert torch.equal(scores(again, "reference"), refreshed)
+    again.close()

@@ -43,15 +43,27 @@ class LengthRank:
         return [values, np.stack([values, -values], axis=-1)]
 
 
-def group_of(ranks: int, sharing: int = 1) -> RankGroup:
+def group_of(ranks: int, sharing: int = 1, balances: bool = True) -> RankGroup:
     group = RankGroup.__new__(RankGroup)
     group._ranks = [LengthRank() for _ in range(ranks)]  # type: ignore[misc]
-    group.ranks_per_share, group._shares_prefixes = sharing, True
+    group.ranks_per_share, group._shares_prefixes, group._balances = sharing, True, balances
     return group
 
 
 def whole(rows: Ragged[TrainBatch]) -> TrainBatch:
     return rows.padded(range(len(rows.lengths["BR"])))
+
+
+def test_rows_that_are_not_balanced_go_to_ranks_in_the_order_of_the_mini_batch() -> None:
+    batch = make_train_batch(LENGTHS)
+    mini_batches = plan_mini_batches(
+        batch.response_mask, batch.loss_mask, rows_per_mini_batch=3, epochs=1, shuffle=False, seed=1
+    )
+    assigned = group_of(2, balances=False)._assign(
+        batch.tokens, [mini.rows for mini in mini_batches], MicroBatchLimit(max_rows=2)
+    )
+    for mini, shares in zip(mini_batches, assigned, strict=True):
+        assert [row for share in shares for rows in share for row in rows] == list(mini.rows)
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=str)
@@ -156,7 +168,7 @@ def test_a_rank_of_the_actor_gets_what_is_two_fields_once(
     batch, arrived = make_train_batch(LENGTHS), list[Ragged[TrainBatch]]()
     batch.loss_mask = batch.response_mask  # as where nothing is rejected
     group = ActorGroup.__new__(ActorGroup)
-    group._shares_prefixes = False
+    group._shares_prefixes, group._balances = False, True
     group._ranks, group.ranks_per_share = [EchoRank(0)], 1  # type: ignore[list-item]
 
     def call_update(arguments: Sequence[tuple[Ragged[TrainBatch], *tuple[object, ...]]]) -> object:

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 
 from verl_rc.records.parts import UNKNOWN, Sample, num_tokens
 from verl_rc.runtime.rollout.engine import (
@@ -139,6 +140,10 @@ class VllmEngine(Engine):
     def activity(self) -> list[tuple[float, float]]:
         """See ``StepLoop.take_activity``."""
         return self._loop.call(lambda _: self._loop.take_activity())
+
+    def switch_trace(self, path: Path | None) -> None:
+        """See ``Engine``."""
+        self._loop.call(lambda sampler: sampler.switch_trace(path))
 
     def sleep(self) -> bool:
         """See ``Engine``. An engine without ``enable_sleep_mode``, which vLLM refuses on a CPU, cannot

@@ -1,5 +1,6 @@
 """The extension that vLLM loads into every worker process of an engine."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from verl_rc.runtime.rollout.vllm.float32_head import use_float32_heads
 from verl_rc.runtime.rollout.vllm.fp8_products import IMPLEMENTATIONS, time_fp8_products
 from verl_rc.runtime.rollout.vllm.process_cleanup import die_with_parent, unlink_shared_memory
 from verl_rc.runtime.rollout.vllm.receiver import WeightReceiver
+from verl_rc.runtime.step_trace import StepTrace
 from verl_rc.runtime.weight_sync.proof import LoadReceipt
 from verl_rc.runtime.weight_sync.shared_bucket import device_key
 
@@ -40,6 +42,7 @@ class EngineWorkerExtension:
     """Methods that ``collective_rpc`` finds in every worker."""
 
     model_runner: Any
+    rank: int
     weight_transfer_engine: WeightReceiver
 
     def weight_sync_receipt(self) -> LoadReceipt:
@@ -54,6 +57,12 @@ class EngineWorkerExtension:
     def apply_adapter(self) -> None:
         """Apply the adapter of the last update. Raises ``RuntimeError``."""
         apply_adapter(self.model_runner.lora_manager._adapter_manager, self.weight_transfer_engine.adapter)
+
+    def switch_trace(self, path: Path | None) -> None:
+        """See ``StepTrace.switch``; the workers of an engine after the first add their rank to the name."""
+        if path is not None and self.rank:
+            path = path.with_name(f"worker_{self.rank}_of_{path.name}")
+        self.__dict__.setdefault("step_trace", StepTrace()).switch(path)
 
     def unlink_shared_memory(self) -> None:
         """See the function of that name."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams
@@ -228,6 +229,10 @@ class VllmSampler:
             self._llm.llm_engine.vllm_config.cache_config.block_size,
             {} if fp8_products is None else {"fp8 products": fp8_products},
         )
+
+    def switch_trace(self, path: Path | None) -> None:
+        """Begin or write the trace of every worker."""
+        self._llm.collective_rpc("switch_trace", args=(path,))
 
     def sleep(self) -> None:
         """Free the memory of weights and KV cache."""
