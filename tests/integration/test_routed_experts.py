@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from made_samples import answer
+from ragged_rows import whole
 from small_engines import start_small_engine
 from small_models import small_experts
 from transformers import Qwen3MoeForCausalLM
@@ -53,7 +54,7 @@ def engine(model: Path, precision: str) -> Iterator[ChildProcess]:
 
 
 def batch_of(samples: Sequence[Sample]) -> RolloutBatch:
-    return build_rollout_batch(PROMPTS, range(len(PROMPTS)), samples, 0)
+    return whole(build_rollout_batch(PROMPTS, range(len(PROMPTS)), samples))
 
 
 def sampled(engine: ChildProcess, options: SamplingOptions = SAMPLING, *before: Sample) -> list[Sample]:

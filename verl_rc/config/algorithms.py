@@ -477,6 +477,8 @@ class EstimatorSpec:
     """Whether it subtracts the score of a whole response from returns to go. Rewards of turns then count at
     the end of the response, as their sum; else a late turn would have to earn again what earlier turns have
     earned."""
+    spans_batch: bool = False
+    """Whether an advantage depends on more than the rows of its prompt, as by whitening."""
     same_as: str | None = None
     """The estimator that this name is an alias of, if any."""
 
@@ -514,6 +516,7 @@ ADVANTAGE_ESTIMATORS: Mapping[str, EstimatorSpec] = {
         source="arXiv:1506.02438",
         inputs=("values",),
         options=("gamma", "lam"),
+        spans_batch=True,
     ),
     "grpo": _GRPO,
     "grpo_passk": EstimatorSpec(
@@ -532,6 +535,7 @@ ADVANTAGE_ESTIMATORS: Mapping[str, EstimatorSpec] = {
         formula="G_t = r_t + γ G_{t+1}; whitened over the batch",
         source="arXiv:2501.03262",
         options=("gamma",),
+        spans_batch=True,
     ),
     "reinforce_plus_plus_baseline": EstimatorSpec(
         title="REINFORCE++ with baseline",
@@ -539,6 +543,7 @@ ADVANTAGE_ESTIMATORS: Mapping[str, EstimatorSpec] = {
         source="arXiv:2501.03262",
         inputs=("group_ids",),
         options=("turn_credit",),
+        spans_batch=True,
     ),
     "remax": EstimatorSpec(
         title="ReMax",
@@ -559,6 +564,7 @@ ADVANTAGE_ESTIMATORS: Mapping[str, EstimatorSpec] = {
         formula="α (s − mean_g), α = rows / rows whose score is not 0",
         source="arXiv:2504.02546",
         inputs=("group_ids",),
+        spans_batch=True,
     ),
     "gdpo": EstimatorSpec(
         title="Parts of the reward, normalised one by one",
@@ -566,6 +572,7 @@ ADVANTAGE_ESTIMATORS: Mapping[str, EstimatorSpec] = {
         source="arXiv:2601.05242",
         inputs=("group_ids", "component_scores"),
         options=("gdpo_reward_keys", "gdpo_reward_weights"),
+        spans_batch=True,
     ),
     "optimal_token_baseline": _TOKEN_BASELINE,
     "tir_optimal_token_baseline": replace(

@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from verl_rc.records.batches import TokenBatch
 from verl_rc.records.microbatch import SharedPrefixes
-
-Column = np.ndarray[Any, Any]
+from verl_rc.records.ragged import Column, Ragged, rows_of
 
 
 def find_prefixes(rows: Sequence[Column]) -> SharedPrefixes:
@@ -28,7 +26,7 @@ def token_entries(ids: Column, experts: Column | None = None) -> Column:
     return entries if experts is None else np.hstack([entries, experts])
 
 
-def prefixes_of_rows(tokens: TokenBatch, replays: bool) -> SharedPrefixes:
+def prefixes_of_rows(tokens: Ragged[TokenBatch], replays: bool) -> SharedPrefixes:
     """The prefixes of prompts and responses, up to the first restart of each row.
 
     ``replays``: the model takes recorded experts. Such rows share none, because nothing says here whether
@@ -37,16 +35,17 @@ def prefixes_of_rows(tokens: TokenBatch, replays: bool) -> SharedPrefixes:
     if replays and tokens.experts_counts is not None:
         lengths = tokens.sequence_lengths.tolist()
         return SharedPrefixes(list(range(len(lengths))), [0] * len(lengths), lengths)
-    restarts = None if tokens.restarts is None else tokens.restarts.numpy()
-    prompts, responses = tokens.prompts.numpy(), tokens.responses.numpy()
-    rows = list[Column]()
-    for row, (prompt, response) in enumerate(
-        zip(tokens.prompt_lengths.tolist(), tokens.response_lengths.tolist(), strict=True)
-    ):
-        if restarts is not None and restarts[row, :response].any():
-            response = int(restarts[row].argmax())
-        ids = np.concatenate([prompts[row, len(prompts[row]) - prompt :], responses[row, :response]])
-        rows.append(token_entries(ids))
+    prompts, responses = (
+        rows_of(tokens.columns[name], tokens.lengths[symbols])
+        for name, symbols in (("prompts", "BP"), ("responses", "BR"))
+    )
+    if tokens.restarts is not None:
+        restarts = rows_of(tokens.columns["restarts"], tokens.lengths["BR"])
+        responses = [
+            ids[: begins.argmax()] if begins.any() else ids
+            for ids, begins in zip(responses, restarts, strict=True)
+        ]
+    rows = [token_entries(np.concatenate(row)) for row in zip(prompts, responses, strict=True)]
     return find_prefixes(rows)
 
 

@@ -110,7 +110,6 @@ def _sample_in_batches(services: Services, replace_lost: EngineReplacer, step: i
         [row.prompt_token_ids for row in rows],
         range(len(rows)),
         samples,
-        services.tokenizer.pad_token_id,
         with_tools=rollout.converses,
     )
     check_versions(rollouts, expected_version=step)

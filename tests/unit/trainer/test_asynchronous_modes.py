@@ -24,6 +24,7 @@ from verl_rc.config.errors import ConfigError
 from verl_rc.records.batches import Timed, TokenBatch, TokenScores
 from verl_rc.records.dataset import PromptRow
 from verl_rc.records.parts import Sample
+from verl_rc.records.ragged import Ragged
 from verl_rc.runtime.checkpoint import RunState, SavedRun
 from verl_rc.runtime.distributed.child_process import ProcessLostError
 from verl_rc.runtime.rollout.sampling import GenerationRequest
@@ -259,7 +260,7 @@ def test_ages_are_those_of_the_plan(tmp_path: Path, every: int, staleness: int, 
             super().__init__()
             self.updates_before: list[int] = []
 
-        def compute_log_probs(self, tokens: TokenBatch, limit: Any) -> Timed[TokenScores]:
+        def compute_log_probs(self, tokens: Ragged[TokenBatch], limit: Any) -> Timed[Ragged[TokenScores]]:
             self.updates_before.append(self.updates)
             return super().compute_log_probs(tokens, limit)
 
@@ -364,7 +365,7 @@ class Sharing(Slow):
         assert not self.under_way
         self.awake = False
 
-    def compute_log_probs(self, tokens: TokenBatch, limit: Any) -> Timed[TokenScores]:
+    def compute_log_probs(self, tokens: Ragged[TokenBatch], limit: Any) -> Timed[Ragged[TokenScores]]:
         assert self.updates == 0 or not self.awake, "the engines hold the devices"
         return super().compute_log_probs(tokens, limit)
 
@@ -443,7 +444,7 @@ def test_what_replaces_a_group_begins_while_the_trainer_works(tmp_path: Path) ->
             self.submitted_in_updates += len(requests) * self.training
             return super().submit(requests, options, **_)
 
-        def compute_log_probs(self, tokens: TokenBatch, limit: Any) -> Timed[TokenScores]:
+        def compute_log_probs(self, tokens: Ragged[TokenBatch], limit: Any) -> Timed[Ragged[TokenScores]]:
             if (work := work_beside.get()) is not None:  # canary tokens are evaluated without
                 self.evaluations_served += 1
                 work()

@@ -105,7 +105,8 @@ class CorrectingActor(World):
         answer = super().update(batch, mini_batches, limit, request)
         if request.corrector.config.mode == "decoupled":
             return answer
-        rollout, mask, config = batch.rollout_log_probs, batch.response_mask, request.corrector.config
+        rows, config = batch.padded(range(len(batch))), request.corrector.config
+        rollout, mask = rows.rollout_log_probs, rows.response_mask
         measured = Measured(
             measure(rollout + 0.3, rollout, mask, config), measure(rollout + 0.01, rollout, mask, config)
         )

@@ -171,9 +171,10 @@ class Supply:
         record_batch_of_groups(self._services.config, scored, groups, record)
         record.add({"training/epoch": max(group.epoch for group in groups)})
         if not self._options.is_synchronous:
-            rollouts = scored.rollouts
-            record.add(age_metrics(rollouts, ages, step - 1, self._rule.oldest))
-            record.add(version_metrics(rollouts.policy_versions, rollouts.response_mask, step - 1))
+            record.add(age_metrics(scored.rollouts, ages, step - 1, self._rule.oldest))
+            num_trained = self._services.config.actor_rollout_ref.rollout.n
+            versions = [one.versions for group in groups for one in group.samples[:num_trained]]
+            record.add(version_metrics(versions, step - 1))
         return scored
 
     def publish(self, step: int, record: StepRecord) -> None:

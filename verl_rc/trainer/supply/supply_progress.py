@@ -13,6 +13,7 @@ from verl_rc.records.batches import RolloutBatch
 from verl_rc.records.dataset import PromptRow, PromptStream
 from verl_rc.records.groups import Group, pack, unpack
 from verl_rc.records.parts import num_tokens
+from verl_rc.records.ragged import Ragged
 from verl_rc.runtime.checkpoint import SupplyState
 
 
@@ -138,7 +139,9 @@ class StepTotals:
         return metrics
 
 
-def age_metrics(rollouts: RolloutBatch, ages: Sequence[int], current: int, bound: int) -> dict[str, float]:
+def age_metrics(
+    rollouts: Ragged[RolloutBatch], ages: Sequence[int], current: int, bound: int
+) -> dict[str, float]:
     """Ages of the groups and of their tokens; the trainer's weights are version ``current``."""
     token_ages = current - rollouts.policy_versions[rollouts.response_mask].double()
     return {
