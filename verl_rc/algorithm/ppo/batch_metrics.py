@@ -7,7 +7,6 @@ from torch import Tensor
 
 from verl_rc.algorithm.losses import explained_variance
 from verl_rc.algorithm.ppo.train_batch import StepInputs
-from verl_rc.correction.log_ratio import LogRatio
 from verl_rc.records.batches import CriticBatch, PolicyEvaluations, RolloutBatch
 from verl_rc.records.ragged import Ragged
 
@@ -123,10 +122,13 @@ def probability_gap(
         *(one.flatten().split(_AT_ONCE) for one in (train_log_probs, rollout_log_probs, response_mask)),
         strict=True,
     ):
-        ratio = LogRatio.from_log_probs(*columns)
-        train, rollout = (one[ratio.valid].double().exp() for one in (ratio.train, ratio.rollout))
+        train, rollout, mask = columns
+        is_valid = mask & (train - rollout).isfinite()
+        if not bool(is_valid.all()):
+            train, rollout = train[is_valid], rollout[is_valid]
         if not len(train):
             continue
+        train, rollout = train.double().exp(), rollout.double().exp()
         values = torch.stack([train, rollout, (train - rollout).abs()])
         mean = values.mean(dim=-1)
         # Parts are merged by their means and centred products (Chan, Golub and LeVeque 1983).

@@ -19,8 +19,8 @@ from verl_rc.records.batches import CriticBatch, Timed, TokenBatch, TrainBatch
 from verl_rc.records.microbatch import MicroBatches, MicroBatchLimit, assign_rows
 from verl_rc.records.ragged import Column, Ragged, rows_of
 from verl_rc.records.shared_prefixes import prefixes_of_rows
-from verl_rc.trainer.cluster.rank_processes import Rank, RankProcesses
-from verl_rc.trainer.cluster.remote import Pending, wait_timed
+from verl_rc.trainer.cluster.rank_processes import RankProcesses
+from verl_rc.trainer.cluster.remote import Pending, shared, wait_timed
 
 Learned = TypeVar("Learned", TrainBatch, CriticBatch)
 
@@ -79,8 +79,7 @@ class RankGroup:
             place = _places(micro_batches)
             own_tokens = tokens.take(list(place) or [0])
             shares.append((place, own_tokens.lengths["BR"]))
-            arguments = own_tokens, _localised(micro_batches, place)
-            pending += [rank.call(method, *arguments) for rank in self._ranks_of(share)]
+            pending += self._call_share(share, method, own_tokens, _localised(micro_batches, place))
         answers = wait_timed(pending)
         by_row: list[list[Column]] = [[np.zeros(0)] * len(tokens) for _ in answers.result[0]]
         for (rows, lengths), columns in zip(shares, self._one_of_each_share(answers.result), strict=True):
@@ -121,14 +120,15 @@ class RankGroup:
         """Call ``update`` of all ranks of each share with the share's arguments; returns the shares' answers
         in their order."""
         pending = [
-            rank.call("update", *share_arguments)
-            for share, share_arguments in enumerate(arguments)
-            for rank in self._ranks_of(share)
+            call for share, own in enumerate(arguments) for call in self._call_share(share, "update", *own)
         ]
         return wait_timed(pending).map(self._one_of_each_share)
 
-    def _ranks_of(self, share: int) -> list[Rank]:
-        return self._ranks[share * self.ranks_per_share : (share + 1) * self.ranks_per_share]
+    def _call_share(self, share: int, method: str, rows: Ragged[Any], *arguments: Any) -> list[Pending]:
+        """Call ``method`` of all ranks of a share with its ``rows``."""
+        ranks = self._ranks[share * self.ranks_per_share : (share + 1) * self.ranks_per_share]
+        sent = shared(rows) if len(ranks) > 1 else rows
+        return [rank.call(method, sent, *arguments) for rank in ranks]
 
     def _one_of_each_share(self, answers: list[Any]) -> list[Any]:
         """Answers of the first rank of each share: those of the others repeat them, and must not count

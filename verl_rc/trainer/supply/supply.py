@@ -35,8 +35,8 @@ from verl_rc.trainer.supply.supply_progress import (
 )
 from verl_rc.trainer.weights import Publisher, pause_metrics
 
-_POLL_SECONDS = 0.05
-"""Longest wait for one engine's next sample, while another engine may have ended some."""
+_LOOK_SECONDS = 0.25
+"""Longest wait for the next sample between two looks at what is late."""
 _LENGTH_RATIO_STEPS, _LENGTH_RATIO_ERROR = 20, 0.02
 """The step from which on trained and sampled lengths must agree, and the largest relative difference."""
 
@@ -344,7 +344,7 @@ class Supply:
             began = time.perf_counter()
             replace_lost = self._publisher.engine_replacer(version, record)
             if self._options.deterministic_steps is None:
-                ended = self._services.engines.collect(_POLL_SECONDS, replace_lost)
+                ended = self._services.engines.collect(_LOOK_SECONDS, replace_lost)
             else:
                 ended = self._requests.requests_of(awaited)
                 self._services.engines.wait_for(ended, replace_lost)

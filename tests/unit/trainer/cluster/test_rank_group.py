@@ -128,6 +128,7 @@ class EchoRank:
 
 
 def test_ranks_that_share_rows_get_the_same_and_one_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_group, "shared", lambda rows: rows)  # Ray gives them the value
     answered: list[list[tuple[int, object]]] = []
     monkeypatch.setattr(
         rank_group, "wait_timed", lambda pending: answered.append(pending) or Timed(pending, 0.5)
