@@ -342,7 +342,7 @@ def test_a_run_that_stops_between_two_publications_loses_nothing(tmp_path: Path)
     assert saved_steps(tmp_path / "one") == [1]
     state = SavedRun.load(tmp_path / "one" / "global_step_1").state.supply
     assert state is not None
-    ended = [sample["ended"] for group in state.groups["groups"] for sample in group["samples"]]
+    ended = [sample["ended"] for group in state.groups()["groups"] for sample in group["samples"]]
     assert any(ended)
     assert not all(ended)
     world = Slow(6)
@@ -802,8 +802,9 @@ def test_a_resumed_run_without_a_saved_prompt_is_a_mistake_of_the_user(tmp_path:
     checkpoint = tmp_path / "whole" / "global_step_2"
     state = SavedRun.load(checkpoint).state
     assert state.supply is not None
-    groups = [{**group, "row_index": 99} for group in state.supply.groups["groups"]]
-    broken = dataclasses.replace(state.supply, groups={**state.supply.groups, "groups": groups})
+    groups = [{**group, "row_index": 99} for group in state.supply.groups()["groups"]]
+    packed = {**state.supply.groups(), "groups": groups}
+    broken = dataclasses.replace(state.supply, groups=lambda: packed)
     with pytest.raises(ConfigError, match=r"^there is no row 99\.$"):
         run(
             tmp_path / "again",

@@ -41,7 +41,7 @@ class SupplyProgress:
         if saved is None:
             return cls(GroupBook(rule))
         try:
-            groups = unpack(saved.groups, prompts.row)
+            groups = unpack(saved.groups(), prompts.row)
             drawn = deque((epoch, prompts.row(index)) for epoch, index in saved.drawn)
         except ValueError as error:
             raise ConfigError(str(error)) from error
@@ -55,12 +55,13 @@ class SupplyProgress:
         )
 
     def state(self) -> SupplyState:
-        """The part that a checkpoint holds."""
+        """The part that a checkpoint holds; groups as they are when it is written."""
+        groups = self.book.open
         return SupplyState(
             self.book.state(),
             self.failed,
             tuple((epoch, row.row_index) for epoch, row in self.drawn),
-            pack(list(self.book.open.values())),
+            lambda: pack(list(groups.values())),
             self.filtered_since_batch,
             self.waits,
             self.is_length_alert_sent,
