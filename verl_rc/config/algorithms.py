@@ -477,8 +477,10 @@ class EstimatorSpec:
     """Whether it subtracts the score of a whole response from returns to go. Rewards of turns then count at
     the end of the response, as their sum; else a late turn would have to earn again what earlier turns have
     earned."""
+    whitens: bool = False
+    """Whether advantages are whitened over the batch, once the function has estimated them."""
     spans_batch: bool = False
-    """Whether an advantage depends on more than the rows of its prompt, as by whitening."""
+    """Whether the function looks at more than the rows of a prompt: it then gets the batch as one grid."""
     same_as: str | None = None
     """The estimator that this name is an alias of, if any."""
 
@@ -516,7 +518,7 @@ ADVANTAGE_ESTIMATORS: Mapping[str, EstimatorSpec] = {
         source="arXiv:1506.02438",
         inputs=("values",),
         options=("gamma", "lam"),
-        spans_batch=True,
+        whitens=True,
     ),
     "grpo": _GRPO,
     "grpo_passk": EstimatorSpec(
@@ -535,7 +537,7 @@ ADVANTAGE_ESTIMATORS: Mapping[str, EstimatorSpec] = {
         formula="G_t = r_t + γ G_{t+1}; whitened over the batch",
         source="arXiv:2501.03262",
         options=("gamma",),
-        spans_batch=True,
+        whitens=True,
     ),
     "reinforce_plus_plus_baseline": EstimatorSpec(
         title="REINFORCE++ with baseline",
@@ -543,7 +545,7 @@ ADVANTAGE_ESTIMATORS: Mapping[str, EstimatorSpec] = {
         source="arXiv:2501.03262",
         inputs=("group_ids",),
         options=("turn_credit",),
-        spans_batch=True,
+        whitens=True,
     ),
     "remax": EstimatorSpec(
         title="ReMax",
@@ -572,7 +574,7 @@ ADVANTAGE_ESTIMATORS: Mapping[str, EstimatorSpec] = {
         source="arXiv:2601.05242",
         inputs=("group_ids", "component_scores"),
         options=("gdpo_reward_keys", "gdpo_reward_weights"),
-        spans_batch=True,
+        whitens=True,
     ),
     "optimal_token_baseline": _TOKEN_BASELINE,
     "tir_optimal_token_baseline": replace(

@@ -123,7 +123,7 @@ def probability_gap(
         strict=True,
     ):
         train, rollout, mask = columns
-        is_valid = mask & (train - rollout).isfinite()
+        is_valid = mask.bool() & (train - rollout).isfinite()
         if not bool(is_valid.all()):
             train, rollout = train[is_valid], rollout[is_valid]
         if not len(train):

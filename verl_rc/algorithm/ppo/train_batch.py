@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from verl_rc.algorithm.advantage import apply_kl_in_reward, compute_advantages
+from verl_rc.algorithm.advantage import apply_kl_in_reward, compute_advantages, whitened
 from verl_rc.algorithm.ppo.corrector import Corrector
 from verl_rc.algorithm.ppo.in_actor import Measured
 from verl_rc.config.algorithm import AlgorithmConfig
@@ -18,7 +18,7 @@ from verl_rc.records.batches import CriticBatch, PolicyEvaluations, TrainBatch
 from verl_rc.records.ragged import Ragged
 from verl_rc.records.scored_batch import ScoredBatch
 
-_ELEMENTS = 1 << 20
+_ELEMENTS = 1 << 18
 """Places ``[b, t]`` of a block of rows that is padded at once."""
 
 
@@ -81,7 +81,8 @@ def build_train_batch(
         estimated = estimate(None if correction is None else ~correction.rejected_rows)
     else:
         estimated = estimate(None)
-        correction = corrector.before_update(scored, evaluations, estimated.advantages, current_version)
+        correction = corrector.before_update(scored, evaluations, estimated[0], current_version)
+    advantages, returns, rewards, divergence = estimated
     loss_mask = rollouts.comparable_mask
     if correction is not None:
         loss_mask = loss_mask & correction.keep_mask
@@ -92,7 +93,7 @@ def build_train_batch(
         TrainBatch,
         **{name: column for name, column in evaluations.columns.items() if name.startswith(_FROZEN)},
         loss_mask=loss_mask,
-        advantages=estimated.advantages,
+        advantages=advantages,
         old_log_probs=old_log_probs if proximal is None else proximal,
         scores=scored.scores,
         rollout_is_weights=None if correction is None else correction.weights,
@@ -100,23 +101,12 @@ def build_train_batch(
     reward_kl = None
     if algorithm.use_kl_in_reward:
         answered = rollouts.row_sums(rollouts.response_mask) > 0
-        reward_kl = float(estimated.divergence[answered].double().mean()) if bool(answered.any()) else 0.0
-    return StepInputs(scored, evaluations, batch, correction, estimated.rewards, estimated.returns, reward_kl)
+        reward_kl = float(divergence[answered].double().mean()) if bool(answered.any()) else 0.0
+    return StepInputs(scored, evaluations, batch, correction, rewards, returns, reward_kl)
 
 
 _FROZEN = ("reference_", "teacher_")
 """Prefixes of what policies that only score say of tokens."""
-
-
-@dataclass(frozen=True)
-class _Estimated:
-    """Advantages and returns ``[N]``; the sum of each row's rewards, and its divergence from the reference
-    policy, ``[B]``."""
-
-    advantages: Tensor
-    returns: Tensor
-    rewards: Tensor
-    divergence: Tensor
 
 
 def _estimate(
@@ -127,11 +117,13 @@ def _estimate(
     old_log_probs: Tensor,
     weights: Tensor | None,
     included_rows: Tensor | None,
-) -> _Estimated:
-    """Rewards and advantages, of some whole groups at once where the estimator looks at no more."""
+) -> tuple[Tensor, ...]:
+    """Advantages and returns ``[N]``, the sum of each row's rewards and its divergence from the reference
+    policy ``[B]``; of some whole groups at once where the estimator looks at no more."""
     rollouts, spec = scored.rollouts, algorithm.estimator
-    by_group = spec is not None and not spec.spans_batch
-    blocks = rollouts.blocks(_ELEMENTS if by_group else sys.maxsize, rollouts.group_ids)
+    # Rows that are left out are left out of whitening, too.
+    is_whole = spec is None or spec.spans_batch or (spec.whitens and included_rows is not None)
+    blocks = rollouts.blocks(sys.maxsize if is_whole else _ELEMENTS, rollouts.group_ids)
     by_block = []
     for rows in blocks:
 
@@ -157,17 +149,17 @@ def _estimate(
             old_log_probs=read("old_log_probs", old_log_probs),
             sum_pi_squared=read("sum_pi_squared", evaluations.sum_pi_squared),
             rollout_is_weights=read("rollout_is_weights", weights),
+            is_whole=is_whole,
         )
         by_block.append((advantages, returns, rewards.sum(dim=-1), divergence))
     by_field = [list(values) for values in zip(*by_block, strict=True)]
     order = torch.tensor([row for rows in blocks for row in rows]).argsort()
-    flat = rollouts.flattened(blocks, by_field[0])
-    are_equal = all(one is other for one, other, *_ in by_block)
-    return _Estimated(
-        flat,
-        flat if are_equal else rollouts.flattened(blocks, by_field[1]),
-        *(torch.cat(values)[order] for values in by_field[2:]),
-    )
+    advantages = returns = rollouts.flattened(blocks, by_field[0])
+    if any(one is not other for one, other, *_ in by_block):
+        returns = rollouts.flattened(blocks, by_field[1])
+    if not is_whole and spec is not None and spec.whitens:
+        advantages, returns = whitened(advantages, returns, rollouts.response_mask)
+    return advantages, returns, *(torch.cat(values)[order] for values in by_field[2:])
 
 
 def critic_batch(inputs: StepInputs) -> Ragged[CriticBatch]:
