@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction.context import SequenceContext, newest_version
 from verl_rc.correction.correct import importance_weights, reject
 from verl_rc.correction.log_ratio import LogRatio
@@ -38,6 +38,9 @@ class CorrectionResult:
     statistics: CorrectionStatistics
     """The statistics, measured before rejection."""
     config: RolloutCorrectionConfig
+    row_weights: Tensor | None = None
+    """float64 ``[b, 3]``, of a part of the batch, if those of prompts are asked for: the mean weight of each
+    sequence, applied and raw, and 1 where it has a valid token."""
 
     def metrics(self) -> dict[str, float]:
         """``rollout_corr/*`` by name; one copy from the device."""
@@ -66,17 +69,16 @@ def correct_sequences(
     these sequences. Raises ``ValueError`` when shapes differ or ``context`` lacks advantages that a rule
     needs.
     """
-    settings = config.settings()
     context.check(train_log_probs, rollout_log_probs, response_mask)
     parts = [
         _correct(
             LogRatio.from_log_probs(train_log_probs[rows], rollout_log_probs[rows], response_mask[rows]),
-            settings,
+            config,
             context.map(of_rows=itemgetter(rows), of_tokens=itemgetter(rows)),
         )
         for rows in row_slices(len(response_mask), response_mask.shape[1], _SLICE_ELEMENTS)
     ]
-    return _joined(parts, config, context.group_slots, batch)
+    return _joined(parts, context.group_slots, batch)
 
 
 @torch.no_grad()
@@ -88,7 +90,7 @@ def correct_rows(
 ) -> CorrectionResult:
     """``compute_rollout_correction`` on rows without padding: columns ``[N]`` stand here, in ``context`` and
     in the result for ``[B, T]``. Rows of similar length are corrected together."""
-    mask, settings, blocks = rollouts.comparable_mask, config.settings(), rollouts.blocks(_SLICE_ELEMENTS)
+    mask, blocks = rollouts.comparable_mask, rollouts.blocks(_SLICE_ELEMENTS)
     parts = []
     for rows in blocks:
 
@@ -96,11 +98,10 @@ def correct_rows(
             return cast(Tensor, rollouts.pad(column, rows))
 
         ratio = LogRatio.from_log_probs(pad(train_log_probs), pad(rollouts.rollout_log_probs), pad(mask))
-        parts.append(_correct(ratio, settings, context.map(of_rows=itemgetter(rows), of_tokens=pad)))
+        parts.append(_correct(ratio, config, context.map(of_rows=itemgetter(rows), of_tokens=pad)))
     order = torch.tensor([row for rows in blocks for row in rows]).argsort()
     result = _joined(
         parts,
-        config,
         context.group_slots,
         of_tokens=partial(rollouts.flattened, blocks),
         of_rows=lambda rows: torch.cat(rows)[order],
@@ -110,59 +111,35 @@ def correct_rows(
     return result
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Rollout correction of some sequences ``[b, t]``; see ``CorrectionResult``."""
-
-    statistics: CorrectionStatistics
-    keep_mask: Tensor
-    rejected_rows: Tensor
-    weights: Tensor | None = None
-    row_weights: Tensor | None = None
-    """float64 ``[b, 2]``: the mean weight of each sequence, applied and raw. None where those of prompts are
-    not asked for."""
-    has_weight: Tensor | None = None
-    """bool ``[b]``: sequences with a valid token."""
-
-
-def _correct(ratio: LogRatio, settings: CorrectionSettings, facts: SequenceContext) -> _Part:
+def _correct(ratio: LogRatio, config: RolloutCorrectionConfig, facts: SequenceContext) -> CorrectionResult:
+    """Correct a part of the batch, without normalisation."""
+    settings, weights, means = config.settings(), None, None
     weighting = None if settings.weights is None else importance_weights(ratio, settings.weights)
     rejection = reject(ratio, settings, facts.advantages)
-    part = _Part(
-        measure_rows(ratio, weighting, rejection, facts, settings),
-        rejection.keep_mask,
-        ratio.has_response & ~rejection.has_kept,
-    )
-    if weighting is None:
-        return part
-    weighted = ratio.response if settings.nonfinite == "neutral" else ratio.valid
-    part = replace(part, weights=(weighting.applied * weighted).to(ratio.values.dtype))
-    if not settings.full or facts.group_slots is None:
-        return part
-    means = torch.stack([*row_weights(ratio, weighting).values()], dim=-1)
-    return replace(part, row_weights=means, has_weight=ratio.lengths > 0)
+    if weighting is not None:
+        weighted = ratio.response if settings.nonfinite == "neutral" else ratio.valid
+        weights = (weighting.applied * weighted).to(ratio.values.dtype)
+        if settings.full and facts.group_slots is not None:
+            means = torch.stack([*row_weights(ratio, weighting).values(), (ratio.lengths > 0).double()], -1)
+    statistics = measure_rows(ratio, weighting, rejection, facts, settings)
+    rejected = ratio.has_response & ~rejection.has_kept
+    return CorrectionResult(weights, rejection.keep_mask, rejected, statistics, config, means)
 
 
 def _joined(
-    parts: Sequence[_Part],
-    config: RolloutCorrectionConfig,
+    parts: Sequence[CorrectionResult],
     group_slots: Tensor | None,
     batch: CorrectionStatistics | None = None,
     of_tokens: Callable[[list[Tensor]], Tensor] = torch.cat,
     of_rows: Callable[[list[Tensor]], Tensor] = torch.cat,
 ) -> CorrectionResult:
     """The result for all sequences; ``of_tokens`` and ``of_rows`` join the tensors of ``parts``."""
-    measured, settings = (
-        reduce(CorrectionStatistics.merge, (part.statistics for part in parts)),
-        config.settings(),
-    )
-
-    def by_row(name: str) -> Tensor:
-        return of_rows([getattr(part, name) for part in parts])
-
-    if parts[0].row_weights is not None and group_slots is not None:
-        applied, raw = by_row("row_weights").unbind(dim=-1)
-        measured = measured.with_prompts({"applied": applied, "raw": raw}, by_row("has_weight"), group_slots)
+    config, settings = parts[0].config, parts[0].config.settings()
+    measured = reduce(CorrectionStatistics.merge, (part.statistics for part in parts))
+    means = [part.row_weights for part in parts if part.row_weights is not None]
+    if means and group_slots is not None:
+        applied, raw, has_weight = of_rows(means).unbind(dim=-1)
+        measured = measured.with_prompts({"applied": applied, "raw": raw}, has_weight > 0, group_slots)
     weights = [part.weights for part in parts if part.weights is not None]
     normalised = of_tokens(weights) if weights else None
     if normalised is not None and settings.weights is not None and settings.weights.batch_normalize:
@@ -170,7 +147,7 @@ def _joined(
     return CorrectionResult(
         normalised,
         of_tokens([part.keep_mask for part in parts]),
-        by_row("rejected_rows"),
+        of_rows([part.rejected_rows for part in parts]),
         measured,
         config,
     )
