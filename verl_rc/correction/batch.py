@@ -19,7 +19,7 @@ from verl_rc.records.batches import RolloutBatch
 from verl_rc.records.ragged import Ragged
 from verl_rc.tensor_ops.masked import group_numbers, row_slices
 
-_SLICE_ELEMENTS = 1 << 17
+_SLICE_ELEMENTS = 1 << 18
 """Most positions of ``[B, T]`` that are computed on at once: temporaries take some 200 bytes of each, and
 should stay in a CPU's cache."""
 

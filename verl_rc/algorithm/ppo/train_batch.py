@@ -124,12 +124,14 @@ def _estimate(
     # Rows that are left out are left out of whitening, too.
     is_whole = spec is None or spec.spans_batch or (spec.whitens and included_rows is not None)
     blocks = rollouts.blocks(sys.maxsize if is_whole else _ELEMENTS, rollouts.group_ids)
+    columns: dict[EstimatorInput, Tensor | None] = {
+        "values": evaluations.critic_values,
+        "old_log_probs": old_log_probs,
+        "sum_pi_squared": evaluations.sum_pi_squared,
+        "rollout_is_weights": weights,
+    }
     by_block = []
     for rows in blocks:
-
-        def read(name: EstimatorInput, column: Tensor | None, rows: list[int] = rows) -> Tensor | None:
-            return rollouts.pad(column, rows) if spec is None or name in spec.inputs else None
-
         mask = cast(Tensor, rollouts.pad(rollouts.response_mask, rows))
         rewards, divergence = _rewards(scored, evaluations, old_log_probs, algorithm, kl_coef, rows, mask)
         advantages, returns = compute_advantages(
@@ -137,7 +139,6 @@ def _estimate(
             rewards,
             mask,
             group_ids=rollouts.group_ids[rows],
-            values=read("values", evaluations.critic_values),
             included_rows=None if included_rows is None else included_rows[rows],
             gamma=algorithm.gamma,
             lam=algorithm.lam,
@@ -146,9 +147,11 @@ def _estimate(
             reward_baselines=None if scored.reward_baselines is None else scored.reward_baselines[rows],
             component_scores=None if scored.component_scores is None else scored.component_scores[rows],
             component_weights=algorithm.gdpo_reward_weights,
-            old_log_probs=read("old_log_probs", old_log_probs),
-            sum_pi_squared=read("sum_pi_squared", evaluations.sum_pi_squared),
-            rollout_is_weights=read("rollout_is_weights", weights),
+            **{
+                name: rollouts.pad(column, rows)
+                for name, column in columns.items()
+                if spec is None or name in spec.inputs
+            },
             is_whole=is_whole,
         )
         by_block.append((advantages, returns, rewards.sum(dim=-1), divergence))
