@@ -1,11 +1,12 @@
 """The driver's own share of a step, with engines and ranks that answer at once.
 
-Run: OMP_WAIT_POLICY=passive python scripts/research/bench/driver_scale.py [--step 1024x4096] [--ranks 256]
+Run: python scripts/research/bench/driver_scale.py [--step 1024x4096] [--ranks 256]
 
 Every function between the engines' samples and the ranks' reports is the package's own, and what would cross
 Ray is pickled. For each step ROWSxMEAN (lengths are spread evenly from 1 to twice the mean; one row is the
-longest) it prints the seconds by stage for which ranks wait, their sum, nanoseconds a token, and the largest
-resident memory above that before the step; last, what a line through them predicts for 8,192 rows of 4,096.
+longest) it prints CPU seconds of one thread by stage for which ranks wait, their sum, nanoseconds a token,
+and the largest resident memory above that before the step; last, what a line through them predicts for 8,192
+rows of 4,096.
 """
 
 import argparse
@@ -54,7 +55,7 @@ def resident(name: str) -> float:
 
 
 class Clock:
-    """Seconds by stage, without those of other processes."""
+    """CPU seconds by stage, without those of other processes."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -63,17 +64,17 @@ class Clock:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Time a stage."""
-        began, outside = time.perf_counter(), self.outside
+        began, outside = time.process_time(), self.outside
         yield
-        spent = time.perf_counter() - began - (self.outside - outside)
+        spent = time.process_time() - began - (self.outside - outside)
         self.seconds[name] = self.seconds.get(name, 0.0) + spent
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
         """Work of another process."""
-        began = time.perf_counter()
+        began = time.process_time()
         yield
-        self.outside += time.perf_counter() - began
+        self.outside += time.process_time() - began
 
 
 class AnsweringRank:
@@ -207,8 +208,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
+    torch.set_num_threads(1)
     measured("64x64", 64, options.ranks, 1)  # what is done once in a process
-    print("| rows x mean | tokens, M | s by stage | all, s | ns a token | GiB |\n|" + "---|" * 6)
+    print("| rows x mean | tokens, M | CPU s by stage | all | ns a token | GiB |\n|" + "---|" * 6)
     points = []
     for size in options.step or ["1024x1024", "1024x4096", "2048x4096"]:
         tokens, seconds, memory = measured(size, options.longest, options.ranks, options.rounds)
@@ -218,7 +220,7 @@ def main() -> None:
         print(f"| {' | '.join(cells)} | {memory:.2f} |", flush=True)
         points.append((tokens, total, memory))
     tokens, totals, memories = map(np.array, zip(*points, strict=True))
-    for name, unit, values in (("exposed", "s", totals), ("memory", "GiB", memories)):
+    for name, unit, values in (("exposed", "CPU s", totals), ("memory", "GiB", memories)):
         slope, intercept = np.polyfit(tokens, values, 1)
         print(f"{name} of {TARGET / 1e6:.1f} M tokens: {slope * TARGET + intercept:.1f} {unit}")
 
