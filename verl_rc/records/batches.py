@@ -137,11 +137,6 @@ class TokenBatch(TensorClass):
         """Check dtypes and shapes."""
         _check(self)
 
-    def mask_of_known_distribution(self, response_mask: Tensor) -> Tensor:
-        """bool ``[B, R]``: the tokens of ``response_mask`` whose log-probs of engine and trainer are of one
-        distribution: not those that were drawn from a set that is not recorded."""
-        return response_mask if self.support_counts is None else response_mask & (self.support_counts > 0)
-
     @property
     def sequence_lengths(self) -> Tensor:
         """int64 ``[B]``: prompt plus response tokens."""
@@ -258,8 +253,10 @@ class TrainBatch(TensorClass):
 
     @property
     def comparable_mask(self) -> Tensor:
-        """See ``TokenBatch.mask_of_known_distribution``."""
-        return self.tokens.mask_of_known_distribution(self.response_mask)
+        """bool ``[B, R]``: the tokens of ``response_mask`` whose log-probs of engine and trainer are of one
+        distribution: not those that were drawn from a set that is not recorded."""
+        counts = self.tokens.support_counts
+        return self.response_mask if counts is None else self.response_mask & (counts > 0)
 
 
 class CriticBatch(TensorClass):

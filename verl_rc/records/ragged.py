@@ -85,7 +85,7 @@ class Ragged(Generic[Record]):
 
     @property
     def comparable_mask(self) -> Tensor:
-        """bool ``[N]``: see ``TokenBatch.mask_of_known_distribution``."""
+        """bool ``[N]``: see ``TrainBatch.comparable_mask``."""
         counts, mask = self.support_counts, cast(Tensor, self.response_mask)
         return mask if counts is None else mask & (counts > 0)
 
