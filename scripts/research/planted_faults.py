@@ -17,6 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 import torch
 from research.study import ROOT, Run, missing, place_of, read_runs, run_all
 from torch import Tensor
@@ -27,7 +28,7 @@ from verl_rc.insight.run_folder import read_run
 from verl_rc.insight.verdict import verdict_of
 from verl_rc.records.batches import TokenBatch, TokenScores, TrainBatch
 from verl_rc.records.parts import Part, Sample
-from verl_rc.records.ragged import Column, Ragged
+from verl_rc.records.ragged import Column, Ragged, rows_of
 from verl_rc.runtime.rollout.engine import Collected, Request
 from verl_rc.runtime.rollout.sampling import SamplingOptions, request_seed
 from verl_rc.runtime.rollout.vllm import sampler as vllm_sampler
@@ -318,9 +319,13 @@ class PlantedPolicyWorker(PolicyWorker):
         self, tokens: Ragged[TokenBatch], micro_batches: Sequence[Sequence[int]]
     ) -> list[Column]:
         """Score other prompts, or with NaN."""
-        rows = range(len(tokens.lengths["BR"]))
-        other = Ragged.from_record(self._other(tokens.padded(rows)), rows)
-        log_probs, *others = super().compute_log_probs(other, micro_batches)
+        if "missing_prompt_token" in self._planted:
+            prompts = rows_of(tokens.columns["prompts"], tokens.lengths["BP"])
+            prompts = [ids[1:] if len(ids) > 1 else ids for ids in prompts]
+            lengths = np.array([len(ids) for ids in prompts])
+            columns = {**tokens.columns, "prompts": np.concatenate(prompts), "prompt_lengths": lengths}
+            tokens = replace(tokens, columns=columns, lengths={**tokens.lengths, "BP": lengths})
+        log_probs, *others = super().compute_log_probs(tokens, micro_batches)
         if "nan_log_probs" in self._planted:
             log_probs[torch.rand(log_probs.shape, generator=self._chance).numpy() < NAN] = torch.nan
         return [log_probs, *others]
@@ -344,9 +349,9 @@ def _shift_mask() -> None:
 
     def build_and_shift(*arguments: Any) -> Any:
         step = build(*arguments)
-        batch = step.batch.clone()
-        batch.loss_mask = torch.nn.functional.pad(batch.loss_mask[:, :-1], (1, 0), value=False)
-        return replace(step, batch=batch)
+        rows = rows_of(step.batch.columns["loss_mask"], step.batch.lengths["BR"])
+        shifted = np.concatenate([np.append(False, row[:-1])[: len(row)] for row in rows])
+        return replace(step, batch=step.batch.become(TrainBatch, loss_mask=shifted))
 
     stages.build_train_batch = build_and_shift
 

@@ -55,6 +55,7 @@ def skeleton(tmp_path):
         "runtime/weight_sync/sender.py": "from verl_rc.runtime.weight_sync import manifest",
         "metrics/record.py": "import verl_rc.config",
         "plan/run_plan.py": "",
+        "plan/driver.py": "",
         "runtime/workers/policy_worker.py": "import torch",
         "insight/page.py": "from verl_rc.insight import verdict",
         "insight/run_folder.py": "",

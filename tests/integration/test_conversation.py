@@ -6,6 +6,7 @@ from itertools import groupby
 
 import torch
 from conversing import episode
+from ragged_rows import whole
 from real_steps import RealRun
 
 from verl_rc.algorithm.ppo.choices import log_prob_limit
@@ -54,7 +55,8 @@ def test_sampled_tokens_reach_the_trainer_unchanged_and_with_the_log_probs_it_co
     finally:
         converse(faulty_run, None)
     prompts = [request.prompt_token_ids for request in requests]
-    rollouts = build_rollout_batch(prompts, range(len(prompts)), samples, pad_token_id=0, with_tools=True)
+    rows = build_rollout_batch(prompts, range(len(prompts)), samples, with_tools=True)
+    rollouts = whole(rows)
 
     mask, lengths = rollouts.response_mask, rollouts.tokens.response_lengths
     turns = [
@@ -70,8 +72,10 @@ def test_sampled_tokens_reach_the_trainer_unchanged_and_with_the_log_probs_it_co
     # The trainer computes them over prompt and response as they are: other tokens in any turn's prompt would
     # show.
     scores = run.actor.compute_log_probs(
-        rollouts.tokens, log_prob_limit(run.config.actor_rollout_ref.rollout)
+        rows.tokens, log_prob_limit(run.config.actor_rollout_ref.rollout)
     ).result
-    torch.testing.assert_close(scores.log_probs[mask], rollouts.rollout_log_probs[mask], rtol=0, atol=1e-4)
+    is_sampled = rows.response_mask
+    ours, theirs = scores.log_probs[is_sampled], rows.rollout_log_probs[is_sampled]
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
     assert rollouts.policy_versions[mask].unique().tolist() == [VERSION]
     assert rollouts.rollout_log_probs[~mask].unique().tolist() == [0.0]

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from ragged_rows import whole
 from small_engines import publish, sender_of
 
 from verl_rc.records.heads import heads
@@ -36,7 +37,7 @@ def test_the_trainer_computes_what_the_engine_reports_with_and_without_a_filter(
             head_tokens=7,
         )
         samples = small_engine.call("generate", requests, options)
-        rollouts = build_rollout_batch(PROMPTS, range(len(PROMPTS)), samples, 0)
+        rollouts = whole(build_rollout_batch(PROMPTS, range(len(PROMPTS)), samples))
         tokens, mask = rollouts.tokens, rollouts.response_mask
         assert (tokens.support_counts is not None) == filtered
         assert tokens.head_counts is not None
@@ -72,7 +73,7 @@ def test_what_continues_after_a_publication_has_heads_of_both_versions(
     publish(sender_of(models[1]), small_engine, 2)
     requests = [replace(request, so_far=one) for request, one in zip(requests, cut, strict=True)]
     samples = small_engine.call("generate", requests, replace(options, max_tokens=12))
-    rollouts = build_rollout_batch(PROMPTS, range(len(PROMPTS)), samples, 0)
+    rollouts = whole(build_rollout_batch(PROMPTS, range(len(PROMPTS)), samples))
     tokens, versions = rollouts.tokens, rollouts.policy_versions
     assert versions.tolist() == [[1] * 5 + [2] * 7] * len(PROMPTS)
     assert tokens.head_counts is not None

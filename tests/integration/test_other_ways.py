@@ -98,7 +98,7 @@ def test_no_old_log_probs_are_computed_and_the_actor_reports_the_correction(
         assert "timing_s/old_log_prob" not in line
         assert 0 < line["rollout_corr/rollout_is_eff_sample_size"] <= 1
         assert "rollout_corr/rollout_rs_seq_mean_k1_masked_fraction" in line
-        assert line["rollout_corr/token_age_mean"] == 0
+        assert "rollout_corr/token_age_mean" not in line  # which is 0
         assert line["sync/rollout_gap_mean"] < 1e-4
         assert line["actor/update_entropy"] > 0
         assert "actor/entropy" not in line

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from real_steps import (
@@ -19,13 +20,14 @@ from real_steps import (
     weights_of,
     with_values,
 )
-from torch import Tensor
 
 from verl_rc.algorithm.health.run_limits import NonFiniteGradientsError, RewardHistory
+from verl_rc.algorithm.ppo.train_batch import StepInputs
 from verl_rc.algorithm.supply.ledger import LedgerError
 from verl_rc.correction import NonFiniteLogProbError
 from verl_rc.records.batches import TrainBatch
 from verl_rc.records.fingerprints import TokensChangedError
+from verl_rc.records.ragged import Column, Ragged
 from verl_rc.runtime.distributed.child_process import RemoteError
 from verl_rc.runtime.weight_sync.proof import SyncProofError
 from verl_rc.trainer import stages
@@ -113,21 +115,26 @@ def test_responses_that_were_text_in_between(stepped_run: RealRun) -> None:
     assert weights_of(stepped_run) == before
 
 
-def other_token(batch: TrainBatch) -> None:
-    batch.tokens.responses[5, 0] += 1
+Rows = Ragged[TrainBatch]
 
 
-def shifted_response(batch: TrainBatch) -> None:
-    batch.response_mask = shifted(batch.response_mask)
+def changed(batch: Rows, name: str, column: Column) -> Rows:
+    return replace(batch, columns={**batch.columns, name: column})
 
 
-def exchanged_rows(batch: TrainBatch) -> None:
-    batch.tokens.responses[[3, 7]] = batch.tokens.responses[[7, 3]]
+def other_token(batch: Rows) -> Rows:
+    responses = batch.columns["responses"].copy()
+    responses[batch.lengths["BR"][:5].sum()] += 1
+    return changed(batch, "responses", responses)
 
 
-def shifted(mask: Tensor) -> Tensor:
+def shifted_response(batch: Rows) -> Rows:
     """By one to the right; the last token falls out."""
-    return torch.nn.functional.pad(mask[:, :-1], (1, 0), value=False)
+    return changed(batch, "response_mask", np.append(False, batch.columns["response_mask"][:-1]))
+
+
+def exchanged_rows(batch: Rows) -> Rows:
+    return batch.take([0, 1, 2, 7, 4, 5, 6, 3, *range(8, len(batch))])
 
 
 @pytest.mark.parametrize(
@@ -149,17 +156,15 @@ def shifted(mask: Tensor) -> Tensor:
 def test_a_batch_that_is_spoilt_between_sampling_and_update(
     stepped_run: RealRun,
     monkeypatch: pytest.MonkeyPatch,
-    spoil: Callable[[TrainBatch], None],
+    spoil: Callable[[Rows], Rows],
     error: type[Exception],
     message: str,
 ) -> None:
     build = stages.build_train_batch
 
-    def build_and_spoil(*arguments: object) -> object:
+    def build_and_spoil(*arguments: Any) -> StepInputs:
         step = build(*arguments)
-        batch = step.batch.clone()
-        spoil(batch)
-        return replace(step, batch=batch)
+        return replace(step, batch=spoil(step.batch))
 
     monkeypatch.setattr(stages, "build_train_batch", build_and_spoil)
     before = weights_of(stepped_run)

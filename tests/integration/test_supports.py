@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ragged_rows import whole
 from small_engines import publish, sender_of
 
 from verl_rc.records.batches import RolloutBatch
@@ -35,7 +36,7 @@ def engine(small_engine: ChildProcess, task: dict[str, Path]) -> ChildProcess:
 def sampled(engine: ChildProcess, options: SamplingOptions) -> RolloutBatch:
     requests = [GenerationRequest(prompt_token_ids=prompt, seed=row) for row, prompt in enumerate(PROMPTS)]
     samples = engine.call("generate", requests, options)
-    return build_rollout_batch(PROMPTS, range(len(PROMPTS)), samples, 0)
+    return whole(build_rollout_batch(PROMPTS, range(len(PROMPTS)), samples))
 
 
 @pytest.mark.parametrize("name", FILTERS)

@@ -33,7 +33,9 @@ def _exact(options: Options) -> int:
 def _explain(options: Options) -> None:
     config = load_configuration(options.overrides)
     from verl_rc.algorithm.supply.step_time import MeasuredStep
+    from verl_rc.plan.driver import too_many_tokens
     from verl_rc.plan.explain import plan_text
+    from verl_rc.runtime.workers.host import available_memory
 
     seconds = options.sampling_seconds, options.training_seconds
     if seconds.count(None) == 1:
@@ -45,6 +47,8 @@ def _explain(options: Options) -> None:
     lines = _conversations(config) if config.actor_rollout_ref.rollout.converses else []
     sys.stdout.write(printable(plan_text(config, measured)))
     write_lines(lines)
+    if (problem := too_many_tokens(config, available_memory())) is not None:
+        raise user_error(problem)
 
 
 def _conversations(config: "RunConfig") -> list[str]:

@@ -477,6 +477,10 @@ class EstimatorSpec:
     """Whether it subtracts the score of a whole response from returns to go. Rewards of turns then count at
     the end of the response, as their sum; else a late turn would have to earn again what earlier turns have
     earned."""
+    whitens: bool = False
+    """Whether advantages are whitened over the batch, once the function has estimated them."""
+    spans_batch: bool = False
+    """Whether the function looks at more than the rows of a prompt: it then gets the batch as one grid."""
     same_as: str | None = None
     """The estimator that this name is an alias of, if any."""
 
@@ -514,6 +518,7 @@ ADVANTAGE_ESTIMATORS: Mapping[str, EstimatorSpec] = {
         source="arXiv:1506.02438",
         inputs=("values",),
         options=("gamma", "lam"),
+        whitens=True,
     ),
     "grpo": _GRPO,
     "grpo_passk": EstimatorSpec(
@@ -532,6 +537,7 @@ ADVANTAGE_ESTIMATORS: Mapping[str, EstimatorSpec] = {
         formula="G_t = r_t + γ G_{t+1}; whitened over the batch",
         source="arXiv:2501.03262",
         options=("gamma",),
+        whitens=True,
     ),
     "reinforce_plus_plus_baseline": EstimatorSpec(
         title="REINFORCE++ with baseline",
@@ -539,6 +545,7 @@ ADVANTAGE_ESTIMATORS: Mapping[str, EstimatorSpec] = {
         source="arXiv:2501.03262",
         inputs=("group_ids",),
         options=("turn_credit",),
+        whitens=True,
     ),
     "remax": EstimatorSpec(
         title="ReMax",
@@ -559,6 +566,7 @@ ADVANTAGE_ESTIMATORS: Mapping[str, EstimatorSpec] = {
         formula="α (s − mean_g), α = rows / rows whose score is not 0",
         source="arXiv:2504.02546",
         inputs=("group_ids",),
+        spans_batch=True,
     ),
     "gdpo": EstimatorSpec(
         title="Parts of the reward, normalised one by one",
@@ -566,6 +574,7 @@ ADVANTAGE_ESTIMATORS: Mapping[str, EstimatorSpec] = {
         source="arXiv:2601.05242",
         inputs=("group_ids", "component_scores"),
         options=("gdpo_reward_keys", "gdpo_reward_weights"),
+        whitens=True,
     ),
     "optimal_token_baseline": _TOKEN_BASELINE,
     "tir_optimal_token_baseline": replace(

@@ -1,9 +1,11 @@
 """Rollout correction of a batch: the formulas of ``correct``, applied and measured slice by slice."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
+from operator import itemgetter
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,9 +15,11 @@ from verl_rc.correction.context import SequenceContext, newest_version
 from verl_rc.correction.correct import importance_weights, reject
 from verl_rc.correction.log_ratio import LogRatio
 from verl_rc.correction.statistics import CorrectionStatistics, measure_rows, row_weights
+from verl_rc.records.batches import RolloutBatch
+from verl_rc.records.ragged import Ragged
 from verl_rc.tensor_ops.masked import group_numbers, row_slices
 
-_SLICE_ELEMENTS = 1 << 17
+_SLICE_ELEMENTS = 1 << 18
 """Most positions of ``[B, T]`` that are computed on at once: temporaries take some 200 bytes of each, and
 should stay in a CPU's cache."""
 
@@ -34,6 +38,9 @@ class CorrectionResult:
     statistics: CorrectionStatistics
     """The statistics, measured before rejection."""
     config: RolloutCorrectionConfig
+    row_weights: Tensor | None = None
+    """float64 ``[b, 3]``, of a part of the batch, if those of prompts are asked for: the mean weight of each
+    sequence, applied and raw, and 1 where it has a valid token."""
 
     def metrics(self) -> dict[str, float]:
         """``rollout_corr/*`` by name; one copy from the device."""
@@ -62,37 +69,88 @@ def correct_sequences(
     these sequences. Raises ``ValueError`` when shapes differ or ``context`` lacks advantages that a rule
     needs.
     """
-    settings = config.settings()
     context.check(train_log_probs, rollout_log_probs, response_mask)
-    statistics, weights, keep_masks, rejected_rows = (
-        list[CorrectionStatistics](),
-        list[Tensor](),
-        list[Tensor](),
-        list[Tensor](),
+    parts = [
+        _correct(
+            LogRatio.from_log_probs(train_log_probs[rows], rollout_log_probs[rows], response_mask[rows]),
+            config,
+            context.map(of_rows=itemgetter(rows), of_tokens=itemgetter(rows)),
+        )
+        for rows in row_slices(len(response_mask), response_mask.shape[1], _SLICE_ELEMENTS)
+    ]
+    return _joined(parts, context.group_slots, batch)
+
+
+@torch.no_grad()
+def correct_rows(
+    rollouts: Ragged[RolloutBatch],
+    config: RolloutCorrectionConfig,
+    train_log_probs: Tensor,
+    context: SequenceContext,
+) -> CorrectionResult:
+    """``compute_rollout_correction`` on rows without padding: columns ``[N]`` stand here, in ``context`` and
+    in the result for ``[B, T]``. Rows of similar length are corrected together."""
+    mask, blocks = rollouts.comparable_mask, rollouts.blocks(_SLICE_ELEMENTS)
+    parts = []
+    for rows in blocks:
+
+        def pad(column: Tensor, rows: list[int] = rows) -> Tensor:
+            return cast(Tensor, rollouts.pad(column, rows))
+
+        ratio = LogRatio.from_log_probs(pad(train_log_probs), pad(rollouts.rollout_log_probs), pad(mask))
+        parts.append(_correct(ratio, config, context.map(of_rows=itemgetter(rows), of_tokens=pad)))
+    order = torch.tensor([row for rows in blocks for row in rows]).argsort()
+    result = _joined(
+        parts,
+        context.group_slots,
+        of_tokens=partial(rollouts.flattened, blocks),
+        of_rows=lambda rows: torch.cat(rows)[order],
     )
-    of_prompts = list[tuple[Tensor, Tensor, Tensor]]()
-    for rows in row_slices(len(response_mask), response_mask.shape[1], _SLICE_ELEMENTS):
-        ratio = LogRatio.from_log_probs(train_log_probs[rows], rollout_log_probs[rows], response_mask[rows])
-        facts = context.rows(rows)
-        weighting = None if settings.weights is None else importance_weights(ratio, settings.weights)
-        rejection = reject(ratio, settings, facts.advantages)
-        statistics.append(measure_rows(ratio, weighting, rejection, facts, settings))
-        keep_masks.append(rejection.keep_mask)
-        rejected_rows.append(ratio.has_response & ~rejection.has_kept)
-        if weighting is not None:
-            weighted = ratio.response if settings.nonfinite == "neutral" else ratio.valid
-            weights.append((weighting.applied * weighted).to(ratio.values.dtype))
-            if settings.full and context.group_slots is not None:
-                prompts = row_weights(ratio, weighting)
-                of_prompts.append((prompts["applied"], prompts["raw"], ratio.lengths > 0))
-    measured = reduce(CorrectionStatistics.merge, statistics)
-    if of_prompts and context.group_slots is not None:
-        applied, raw, has_weight = map(torch.cat, zip(*of_prompts, strict=True))
-        measured = measured.with_prompts({"applied": applied, "raw": raw}, has_weight, context.group_slots)
-    normalised = torch.cat(weights) if weights else None
+    if config.nonfinite_logprob == "raise":
+        require_finite(result.statistics.nonfinite_fraction, config)
+    return result
+
+
+def _correct(ratio: LogRatio, config: RolloutCorrectionConfig, facts: SequenceContext) -> CorrectionResult:
+    """Correct a part of the batch, without normalisation."""
+    settings, weights, means = config.settings(), None, None
+    weighting = None if settings.weights is None else importance_weights(ratio, settings.weights)
+    rejection = reject(ratio, settings, facts.advantages)
+    if weighting is not None:
+        weighted = ratio.response if settings.nonfinite == "neutral" else ratio.valid
+        weights = (weighting.applied * weighted).to(ratio.values.dtype)
+        if settings.full and facts.group_slots is not None:
+            means = torch.stack([*row_weights(ratio, weighting).values(), (ratio.lengths > 0).double()], -1)
+    statistics = measure_rows(ratio, weighting, rejection, facts, settings)
+    rejected = ratio.has_response & ~rejection.has_kept
+    return CorrectionResult(weights, rejection.keep_mask, rejected, statistics, config, means)
+
+
+def _joined(
+    parts: Sequence[CorrectionResult],
+    group_slots: Tensor | None,
+    batch: CorrectionStatistics | None = None,
+    of_tokens: Callable[[list[Tensor]], Tensor] = torch.cat,
+    of_rows: Callable[[list[Tensor]], Tensor] = torch.cat,
+) -> CorrectionResult:
+    """The result for all sequences; ``of_tokens`` and ``of_rows`` join the tensors of ``parts``."""
+    config, settings = parts[0].config, parts[0].config.settings()
+    measured = reduce(CorrectionStatistics.merge, (part.statistics for part in parts))
+    means = [part.row_weights for part in parts if part.row_weights is not None]
+    if means and group_slots is not None:
+        applied, raw, has_weight = of_rows(means).unbind(dim=-1)
+        measured = measured.with_prompts({"applied": applied, "raw": raw}, has_weight > 0, group_slots)
+    weights = [part.weights for part in parts if part.weights is not None]
+    normalised = of_tokens(weights) if weights else None
     if normalised is not None and settings.weights is not None and settings.weights.batch_normalize:
         normalised = normalised / (batch or measured).mean_weight(settings.weights)
-    return CorrectionResult(normalised, torch.cat(keep_masks), torch.cat(rejected_rows), measured, config)
+    return CorrectionResult(
+        normalised,
+        of_tokens([part.keep_mask for part in parts]),
+        of_rows([part.rejected_rows for part in parts]),
+        measured,
+        config,
+    )
 
 
 @torch.no_grad()

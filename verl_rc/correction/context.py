@@ -1,9 +1,13 @@
 """Facts about the sequences of a batch besides their log-probs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+_OF_ROWS = ("group_slots", "scores", "engines")
 
 
 @dataclass(frozen=True)
@@ -31,18 +35,20 @@ class SequenceContext:
     """``[B, T]``, nats^2: variance of the log-prob of a token drawn from it."""
     engines: Tensor | None = None
     """int64 ``[B]``: number of the engine that sampled a sequence."""
+    by_turn: bool = True
+    """Whether statistics are split by turn, too: not where each sequence has one."""
 
-    def rows(self, rows: slice) -> "SequenceContext":
-        """The facts of some sequences."""
+    def map(
+        self, *, of_rows: Callable[[Tensor], Tensor], of_tokens: Callable[[Tensor], Tensor]
+    ) -> "SequenceContext":
+        """The facts of some sequences: ``of_rows`` of those ``[B]``, ``of_tokens`` of the others."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(
-            self,
-            **{
-                name: column[rows]
-                for name, column in columns.items()
-                if column is not None and name != "current_version"
-            },
-        )
+        changes: dict[str, Any] = {
+            name: (of_rows if name in _OF_ROWS else of_tokens)(column)
+            for name, column in columns.items()
+            if column is not None and name not in ("current_version", "by_turn")
+        }
+        return replace(self, **changes)
 
     def ages(self, response: Tensor) -> Tensor | None:
         """int64 ``[B, T]``: versions since the weights that sampled each token; 0 outside ``response``; None

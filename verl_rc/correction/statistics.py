@@ -348,7 +348,7 @@ def _measure_groups(
             totals.splits[f"age_{age}_rejected_fraction"] = _share(~keep, members & response)
     if not full:
         return
-    for turn, members in enumerate(_buckets(ratio.turns, NUM_TURNS)):
+    for turn, members in enumerate(_buckets(ratio.turns, NUM_TURNS) if context.by_turn else ()):
         totals.splits[f"turn_{turn}_k3_kl"] = _mean(ratio.k3, members & ratio.valid)
     if context.advantages is not None:
         for name, sign in zip(SIGNS, (context.advantages > 0, context.advantages < 0), strict=True):

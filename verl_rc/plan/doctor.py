@@ -21,6 +21,7 @@ from verl_rc.plan.machine import (
     check_memory,
     check_packages,
     check_ports,
+    check_step,
 )
 from verl_rc.plan.memory import ModelShape, model_paths
 from verl_rc.records.dataset import (
@@ -322,6 +323,7 @@ def examine(config: RunConfig) -> Iterator[Finding]:
     yield from check_fp8(config)
     yield from check_float16(config)
     yield from check_ports()
+    yield from check_step(config)
     yield from check_folder(folder)
     yield from check_models(config, inputs)
     yield from check_tokenizer(config, inputs)

@@ -14,14 +14,13 @@ from verl_rc.config.models import LearnerFsdpConfig, torch_name
 from verl_rc.config.paths import first_existing, why_unwritable
 from verl_rc.config.run import RunConfig
 from verl_rc.plan import gpu_host
+from verl_rc.plan.driver import MIB, bytes_text, driver_bytes, too_many_tokens
 from verl_rc.plan.finding import Finding
 from verl_rc.plan.memory import (
     ENGINE_MIB,
-    MIB,
     TRAINER_MIB,
     ModelShape,
     RoleMemory,
-    bytes_text,
     checkpoint_bytes,
     choose_gradient_sums,
     estimate_roles,
@@ -186,6 +185,19 @@ def check_float16(config: RunConfig) -> Iterator[Finding]:
     )
 
 
+def check_step(config: RunConfig) -> Iterator[Finding]:
+    """Check that the driver can hold a step whose responses are all as long as they may be."""
+    size, problem = bytes_text(driver_bytes(config)), too_many_tokens(config, available_memory())
+    remedy = "" if problem is None else problem.partition(": ")[2]
+    yield Finding.from_condition(
+        problem is None,
+        "driver",
+        f"at most {size} with the tokens of a step",
+        (problem or "").partition(": ")[0],
+        remedy,
+    )
+
+
 def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterator[Finding]:
     """Check that the estimated memory of all roles fits into this machine and its GPUs."""
     on_gpu = uses_gpus(config)
@@ -225,8 +237,11 @@ def refuse_too_little_memory(config: RunConfig) -> None:
     that is left.
 
     Linux would kill one of them in the middle of its start. A full ``/dev/shm``, in which vLLM and the
-    transport of weights make their segments, ends an engine in its start as well.
+    transport of weights make their segments, ends an engine in its start as well. Nor may a step's tokens be
+    more than the driver can hold.
     """
+    if (problem := too_many_tokens(config, available_memory())) is not None:
+        raise ConfigError(problem)
     if config.ray_kwargs.ray_init.address is not None:
         return
     ranks, engines = config.num_ranks, config.num_engine_devices

@@ -20,13 +20,12 @@ from verl_rc.config.models import (
 from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, RolloutConfig
 from verl_rc.config.run import FSDP_SECTIONS, RunConfig
 from verl_rc.config.schema import with_value
+from verl_rc.plan.driver import MIB, driver_bytes
 from verl_rc.plan.run_plan.schedule import LongestRows, UpdateArithmetic, plan_arithmetic
 from verl_rc.records.image_reader import VISION_FAMILIES
 from verl_rc.runtime.workers.experts import idle_share
 from verl_rc.runtime.workers.language_model import language_model_class, torch_dtype
 from verl_rc.tensor_ops.logprobs import logits_at_once
-
-MIB = 1 << 20
 
 # Proportional set sizes (PSS) in MiB, without what the model and its batches add: /proc/*/smaps_rollup of all
 # processes, read every 0.4 s during ten to twelve steps of recipes/quickstart_digits_cpu.sh (Linux, torch
@@ -34,9 +33,6 @@ MIB = 1 << 20
 # 716, everything 2,186 and 2,204 at the peak; the estimate is 619, 716 and 2,235. With a critic
 # (recipes/digits_cpu_gae.sh, 2026-11-23), from which no constant comes, 1,943 and 2,060; the estimate is
 # 2,255. CUDA builds map more; nothing was measured there.
-DRIVER_MIB = 500
-"""The driver (torch, transformers, ray: 460 to 476 at the run's peak, up to 620 while it ends) and W&B's
-process (35)."""
 RAY_MIB = 400
 """Ray's own seven processes on a node (370), and workers that wait (48 each, mostly gone by the time of the
 peak)."""
@@ -422,7 +418,7 @@ def host_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: bool) -> 
     # Roles of a rank compute one after the other and reuse each other's memory.
     transient = [role.gathered + role.activations for role in roles if role.role in at_rest]
     reused = 0 if on_gpu else (sum(transient) - max(transient)) * config.num_ranks
-    return sum(per_role) - reused + (DRIVER_MIB + RAY_MIB) * MIB + extra
+    return sum(per_role) - reused + driver_bytes(config) + RAY_MIB * MIB + extra
 
 
 def _copied_bytes(config: RunConfig, roles: Sequence[RoleMemory]) -> int:
@@ -519,11 +515,6 @@ def choose_gradient_sums(
 
 def _gib(size: int) -> str:
     return f"{size / (1 << 30):.0f}"
-
-
-def bytes_text(number: int) -> str:
-    """``number`` of bytes in GiB or MiB."""
-    return f"{number / (1 << 30):.2f} GiB" if number >= 1 << 30 else f"{number / MIB:.0f} MiB"
 
 
 def checkpoint_bytes(config: RunConfig, shapes: Mapping[str, ModelShape]) -> int:

@@ -123,7 +123,7 @@ class TokenBatch(TensorClass):
     experts_counts: Tensor | None = None
     """int64 ``[B, R]``: number of ``experts_ids`` of each token that the policy produced; 0 where they are
     not recorded, and for all other tokens. There with ``rollout.enable_rollout_routing_replay``, for the
-    actor alone: see ``without``."""
+    actor alone: see ``Ragged.without``."""
     experts_ids: Tensor | None = None
     """uint8 ``[B, E]``, padding on the right: the experts of all layers at each position of the row that the
     engine computed. The first token has those of the prompt, each other one those of the tokens since the
@@ -131,7 +131,7 @@ class TokenBatch(TensorClass):
     head_counts: Tensor | None = None
     """int64 ``[B, R]``: how many of ``head_ids`` belong to each token that the policy produced, two for each
     token of its head; 0 where none is recorded, and for all other tokens. There with
-    ``RolloutCorrectionConfig.score_centering``, for the actor's update alone: see ``without``."""
+    ``RolloutCorrectionConfig.score_centering``, for the actor's update alone: see ``Ragged.without``."""
     head_ids: Tensor | None = None
     """int32 ``[B, H]``, padding on the right: for each token the ids of the sampler's most likely tokens in
     its place, then the bits of their log-probs; read by ``verl_rc.records.heads``. There with
@@ -140,20 +140,6 @@ class TokenBatch(TensorClass):
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""
         _check(self)
-
-    def without(self, *columns: str) -> "TokenBatch":
-        """The same tokens without the lists of these names in ``COLUMNS``: for a model that chooses experts
-        itself, or does not read heads."""
-        plain = self.clone(recurse=False)
-        for name in columns:
-            setattr(plain, f"{name}_counts", None)
-            setattr(plain, f"{name}_ids", None)
-        return plain
-
-    def mask_of_known_distribution(self, response_mask: Tensor) -> Tensor:
-        """bool ``[B, R]``: the tokens of ``response_mask`` whose log-probs of engine and trainer are of one
-        distribution: not those that were drawn from a set that is not recorded."""
-        return response_mask if self.support_counts is None else response_mask & (self.support_counts > 0)
 
     @property
     def sequence_lengths(self) -> Tensor:
@@ -195,11 +181,6 @@ class RolloutBatch(TensorClass):
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""
         _check(self)
-
-    @property
-    def comparable_mask(self) -> Tensor:
-        """See ``TokenBatch.mask_of_known_distribution``."""
-        return self.tokens.mask_of_known_distribution(self.response_mask)
 
 
 class PolicyEvaluations(TensorClass):
@@ -278,8 +259,10 @@ class TrainBatch(TensorClass):
 
     @property
     def comparable_mask(self) -> Tensor:
-        """See ``TokenBatch.mask_of_known_distribution``."""
-        return self.tokens.mask_of_known_distribution(self.response_mask)
+        """bool ``[B, R]``: the tokens of ``response_mask`` whose log-probs of engine and trainer are of one
+        distribution: not those that were drawn from a set that is not recorded."""
+        counts = self.tokens.support_counts
+        return self.response_mask if counts is None else self.response_mask & (counts > 0)
 
     @property
     def untruncated_mask(self) -> Tensor:

@@ -1,30 +1,28 @@
-"""The padded batch of a step's samples, and the check of the weights that sampled it."""
+"""The batch of a step's samples, and the check of the weights that sampled it."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from verl_rc.records.batches import FIELDS, RolloutBatch, TokenBatch, left_padded
+from verl_rc.records.batches import FIELDS, RolloutBatch
 from verl_rc.records.fingerprints import fingerprints_of_samples
-from verl_rc.records.parts import UNKNOWN, Part, Sample, columns_of, num_tokens, num_turns
+from verl_rc.records.parts import UNKNOWN, Answer, Part, Sample, columns_of, num_tokens, num_turns
 from verl_rc.records.pictures import Pictures
+from verl_rc.records.ragged import Column, Ragged, rows_of
 
 
 def build_rollout_batch(
     prompts: Sequence[list[int]],
     group_ids: Sequence[int],
     samples: Sequence[Sample],
-    pad_token_id: int,
     *,
     with_tools: bool = False,
     turn_rewards: Sequence[Sequence[float]] | None = None,
     pictures: Sequence[Pictures | None] = (),
-) -> RolloutBatch:
-    """Join ``B`` prompts (token ids) with their samples, in the same order, padded to the longest of each.
+) -> Ragged[RolloutBatch]:
+    """Join ``B`` prompts (token ids) with their samples, in the same order.
 
     ``response_mask`` leaves out the tokens of tools' answers. The columns about tools are None unless the run
     has tools. ``turn_rewards`` are the rewards of each sample's turns, in order; turns without one count 0.
@@ -34,109 +32,111 @@ def build_rollout_batch(
     rows = len(samples)
     if len(prompts) != rows or len(group_ids) != rows:
         raise ValueError(f"every request needs exactly one sample: {len(prompts)} requests, {rows} samples.")
-    lengths = [num_tokens(sample.parts) for sample in samples]
-    shape = rows, max(lengths, default=0)
-    responses = torch.full(shape, pad_token_id, dtype=torch.int64)
-    log_probs = torch.zeros(shape, dtype=torch.float32)
-    versions = torch.full(shape, UNKNOWN, dtype=torch.int64)
-    response_mask, restarts = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
-    for row, sample in enumerate(samples):
-        start = 0
-        for part in sample.parts:
-            span = slice(start, start + len(part.token_ids))
-            responses[row, span] = part.token_ids.long()
-            if isinstance(part, Part):
-                log_probs[row, span] = part.log_probs
-                versions[row, span] = part.version
-                response_mask[row, span] = True
-            else:
-                restarts[row, start] = part.restarts
-            start = span.stop
+    parts = [part for sample in samples for part in sample.parts]
+    sizes = [len(part.token_ids) for part in parts]
+    lengths = {
+        "BP": np.array([len(prompt) for prompt in prompts]),
+        "BR": np.array([num_tokens(sample.parts) for sample in samples]),
+    }
+    none = np.zeros(0, np.float32)
+    columns: dict[str, Column] = {
+        "prompts": np.concatenate([np.asarray(prompt, np.int32) for prompt in prompts]),
+        "prompt_lengths": lengths["BP"],
+        "responses": np.concatenate([none.astype(np.int32), *(part.token_ids.numpy() for part in parts)]),
+        "response_lengths": lengths["BR"],
+        "response_mask": np.repeat([isinstance(part, Part) for part in parts], sizes).astype(np.bool_),
+        "rollout_log_probs": np.concatenate(
+            [
+                none,
+                *(
+                    part.log_probs.numpy() if isinstance(part, Part) else np.zeros(size, np.float32)
+                    for part, size in zip(parts, sizes, strict=True)
+                ),
+            ]
+        ),
+        "policy_versions": np.repeat(
+            np.array([part.version if isinstance(part, Part) else UNKNOWN for part in parts], np.int32), sizes
+        ),
+        "group_ids": np.array(group_ids, np.int64),
+        "finished": np.array([sample.finished for sample in samples]),
+        "fingerprints": fingerprints_of_samples(prompts, samples).numpy(),
+    }
     # A log-softmax in float32 can end slightly above 0. For NaN rollout correction has a rule.
-    bad_rows = (response_mask & (log_probs > 1e-5)).any(dim=-1)
-    if bool(bad_rows.any()):
+    positive = (columns["rollout_log_probs"] > 1e-5).nonzero()[0]
+    if len(positive):
+        bad_rows = sorted(set(np.searchsorted(np.cumsum(lengths["BR"]), positive, "right").tolist()))
         raise ValueError(
             "the log-prob of a sampled token must be <= 0, which does not hold for rows "
-            f"{bad_rows.nonzero()[:5, 0].tolist()} of the rollouts."
+            f"{bad_rows[:5]} of the rollouts."
         )
-    prompt_ids, prompt_lengths = left_padded(list(prompts), pad_token_id)
-    tokens = TokenBatch(
-        prompts=prompt_ids,
-        prompt_lengths=prompt_lengths,
-        responses=responses,
-        response_lengths=torch.tensor(lengths, dtype=torch.int64),
-        restarts=restarts if bool(restarts.any()) else None,
-        pictures=torch.tensor([0 if one is None else one.number for one in pictures])
-        if any(pictures)
-        else None,
-        **_columns(samples, shape),
-        batch_size=[rows],
-    )
+    if any(isinstance(part, Answer) and part.restarts for part in parts):
+        columns["restarts"] = np.concatenate(
+            [
+                np.arange(size) == (0 if isinstance(part, Answer) and part.restarts else size)
+                for part, size in zip(parts, sizes, strict=True)
+            ]
+        )
+    if with_tools:
+        columns["num_turns"] = np.array([num_turns(sample.parts) for sample in samples])
+        columns["tool_calls"] = np.array([sample.tool_calls for sample in samples])
     engines = [sample.engine for sample in samples if sample.engine is not None]
-    return RolloutBatch(
-        tokens=tokens,
-        response_mask=response_mask,
-        rollout_log_probs=log_probs,
-        policy_versions=versions,
-        group_ids=torch.tensor(group_ids, dtype=torch.int64),
-        finished=torch.tensor([sample.finished for sample in samples], dtype=torch.bool),
-        fingerprints=fingerprints_of_samples(prompts, samples),
-        num_turns=torch.tensor([num_turns(sample.parts) for sample in samples]) if with_tools else None,
-        tool_calls=torch.tensor([sample.tool_calls for sample in samples]) if with_tools else None,
-        turn_rewards=None if turn_rewards is None else at_turn_ends(turn_rewards, response_mask),
-        engines=torch.tensor(engines) if len(engines) == rows else None,
-        batch_size=[rows],
-    )
+    if len(engines) == rows:
+        columns["engines"] = np.array(engines)
+    if turn_rewards is not None:
+        columns["turn_rewards"] = at_turn_ends(
+            turn_rewards, rows_of(columns["response_mask"], lengths["BR"])
+        ).numpy()
+    distinct = {one.number: one for one in pictures if one is not None}
+    if distinct:
+        columns["pictures"] = np.array([0 if one is None else one.number for one in pictures])
+    lists = _lists(samples)
+    return Ragged(RolloutBatch, columns | lists[0], lengths | lists[1], tuple(distinct.values()))
 
 
-def _columns(samples: Sequence[Sample], shape: tuple[int, int]) -> dict[str, Any]:
-    """The fields of ``COLUMNS`` that the engine has recorded beside tokens."""
-    by_field: dict[str, Tensor] = {}
-    recorded = {name for sample in samples for part in sample.parts for name in columns_of(part)}
-    for name in recorded:
-        counts = torch.zeros(shape, dtype=torch.int64)
-        values: list[list[np.ndarray[Any, Any]]] = [[] for _ in samples]
-        for row, sample in enumerate(samples):
-            start = 0
-            for part in sample.parts:
-                end = start + len(part.token_ids)
-                if (column := columns_of(part).get(name)) is not None:
-                    counts[row, start:end] = torch.tensor(column.counts)
-                    values[row].append(column.values)
-                start = end
-        sizes = counts.sum(-1).tolist()
-        ids = torch.zeros(len(samples), max(sizes), dtype=FIELDS[f"{name}_ids"][0])
-        for row, size, pieces in zip(ids.numpy(), sizes, values, strict=True):
-            np.concatenate([row[:0], *pieces], out=row[:size])
-        by_field |= {f"{name}_counts": counts, f"{name}_ids": ids}
-    return by_field
+def _lists(samples: Sequence[Sample]) -> tuple[dict[str, Column], dict[str, Column]]:
+    """The fields of ``COLUMNS`` that the engine has recorded beside tokens, and their lengths by symbols."""
+    columns, lengths = dict[str, Column](), dict[str, Column]()
+    for name in {name for sample in samples for part in sample.parts for name in columns_of(part)}:
+        counts, values, sizes = list[Column](), list[Column](), list[int]()
+        for sample in samples:
+            lists = [columns_of(part).get(name) for part in sample.parts]
+            counts += [
+                np.zeros(len(part.token_ids), np.int32) if one is None else one.counts.astype(np.int32)
+                for part, one in zip(sample.parts, lists, strict=True)
+            ]
+            values += [one.values for one in lists if one is not None]
+            sizes.append(sum(len(one.values) for one in lists if one is not None))
+        dtype, symbols = FIELDS[f"{name}_ids"]
+        columns[f"{name}_counts"] = np.concatenate(counts)
+        columns[f"{name}_ids"] = np.concatenate(values, dtype=torch.empty(0, dtype=dtype).numpy().dtype)
+        lengths[symbols] = np.array(sizes)
+    return columns, lengths
 
 
-def at_turn_ends(values: Sequence[Sequence[float]], response_mask: Tensor) -> Tensor:
-    """float32 ``[B, R]``: the values of a row's turns, each at the last token of its turn.
+def at_turn_ends(values: Sequence[Sequence[float]], response_masks: Sequence[Column]) -> Tensor:
+    """float32 ``[N]``: the values of a row's turns, each at the last token of its turn.
 
-    A turn is a run of tokens in ``response_mask``. Raises ``ValueError`` when a row has fewer turns than
-    values.
+    A turn is a run of tokens in the row's mask. Raises ``ValueError`` when a row has fewer turns than values.
     """
-    at_ends = torch.zeros(response_mask.shape, dtype=torch.float32)
-    ends = response_mask & ~pad(response_mask[:, 1:], (0, 1))
-    for row, row_values in enumerate(values):
-        places = ends[row].nonzero()[:, 0]
+    by_row = list[Column]()
+    for row, (row_values, mask) in enumerate(zip(values, response_masks, strict=True)):
+        places = (mask & ~np.append(mask[1:], False)).nonzero()[0]
         if len(row_values) > len(places):
             raise ValueError(
                 f"a turn has one reward at most, but row {row} has {len(row_values)} rewards for "
                 f"{len(places)} turns."
             )
-        at_ends[row, places[: len(row_values)]] = torch.tensor(row_values, dtype=torch.float32)
-    return at_ends
+        by_row.append(np.zeros(len(mask), np.float32))
+        by_row[-1][places[: len(row_values)]] = row_values
+    return torch.from_numpy(np.concatenate(by_row))
 
 
-def check_versions(rollouts: RolloutBatch, expected_version: int) -> None:
+def check_versions(rollouts: Ragged[RolloutBatch], expected_version: int) -> None:
     """Raise ``RuntimeError`` when a token was sampled with weights of another version than
     ``expected_version``."""
     wrong = rollouts.response_mask & (rollouts.policy_versions != expected_version)
     if bool(wrong.any()):
-        row = int(wrong.any(dim=-1).nonzero()[0])
+        row = int(rollouts.row_sums(wrong).nonzero()[0])
         versions = sorted(set(rollouts.policy_versions[wrong].tolist()))
         raise RuntimeError(
             f"every token of this step must come from weight version {expected_version}, but "

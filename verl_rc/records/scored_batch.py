@@ -9,13 +9,14 @@ from torch import Tensor
 from verl_rc.records.batches import RolloutBatch
 from verl_rc.records.dataset import PromptRow
 from verl_rc.records.episode import Reply
+from verl_rc.records.ragged import Ragged
 
 
 @dataclass(frozen=True)
 class ScoredBatch:
     """Responses and their scores, row by row, with all samples of each prompt. ``B`` rows."""
 
-    rollouts: RolloutBatch
+    rollouts: Ragged[RolloutBatch]
     scores: Tensor
     """float32 ``[B]``: outcome scores, including the overlong penalty if enabled."""
     prompts: list[PromptRow] = field(default_factory=list)
@@ -58,7 +59,7 @@ class ScoredBatch:
 
     def __len__(self) -> int:
         """Number of rows."""
-        return len(self.rollouts.group_ids)
+        return len(self.rollouts)
 
     @property
     def rows(self) -> list[PromptRow]:

@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from verl_rc.records.batches import TokenBatch
 from verl_rc.records.microbatch import SharedPrefixes
-
-Column = np.ndarray[Any, Any]
+from verl_rc.records.ragged import Column, Ragged, rows_of
 
 
 def find_prefixes(rows: Sequence[Column]) -> SharedPrefixes:
@@ -31,7 +29,7 @@ def token_entries(ids: Column, experts: Column | None = None, pictures: Column |
     return np.hstack([entries, *beside]) if beside else entries
 
 
-def prefixes_of_rows(tokens: TokenBatch, replays: bool) -> SharedPrefixes:
+def prefixes_of_rows(tokens: Ragged[TokenBatch], replays: bool) -> SharedPrefixes:
     """The prefixes of prompts and responses, up to the first restart of each row.
 
     ``replays``: the model takes recorded experts. Such rows share none, because nothing says here whether
@@ -40,17 +38,23 @@ def prefixes_of_rows(tokens: TokenBatch, replays: bool) -> SharedPrefixes:
     if replays and tokens.experts_counts is not None:
         lengths = tokens.sequence_lengths.tolist()
         return SharedPrefixes(list(range(len(lengths))), [0] * len(lengths), lengths)
-    restarts = None if tokens.restarts is None else tokens.restarts.numpy()
-    prompts, responses = tokens.prompts.numpy(), tokens.responses.numpy()
-    rows = list[Column]()
-    for row, (prompt, response) in enumerate(
-        zip(tokens.prompt_lengths.tolist(), tokens.response_lengths.tolist(), strict=True)
-    ):
-        if restarts is not None and restarts[row, :response].any():
-            response = int(restarts[row].argmax())
-        ids = np.concatenate([prompts[row, len(prompts[row]) - prompt :], responses[row, :response]])
-        numbers = None if tokens.pictures is None else np.full(len(ids), int(tokens.pictures[row]))
-        rows.append(token_entries(ids, pictures=numbers))
+    prompts, responses = (
+        rows_of(tokens.columns[name], tokens.lengths[symbols])
+        for name, symbols in (("prompts", "BP"), ("responses", "BR"))
+    )
+    if tokens.restarts is not None:
+        restarts = rows_of(tokens.columns["restarts"], tokens.lengths["BR"])
+        responses = [
+            ids[: begins.argmax()] if begins.any() else ids
+            for ids, begins in zip(responses, restarts, strict=True)
+        ]
+    ids = [np.concatenate(row) for row in zip(prompts, responses, strict=True)]
+    if (numbers := tokens.columns.get("pictures")) is None:
+        return find_prefixes([token_entries(row) for row in ids])
+    rows = [
+        token_entries(row, pictures=np.full(len(row), number))
+        for row, number in zip(ids, numbers, strict=True)
+    ]
     return find_prefixes(rows)
 
 

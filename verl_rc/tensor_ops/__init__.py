@@ -15,7 +15,6 @@ from verl_rc.tensor_ops.divergence import (
 from verl_rc.tensor_ops.logprobs import HiddenStateScores, ScoreOptions, scores_from_hidden_states
 from verl_rc.tensor_ops.masked import (
     gathered_rows,
-    in_row_blocks,
     is_rounding,
     masked_row_sums,
     masked_sum,
@@ -32,7 +31,6 @@ __all__ = [
     "binary_kl",
     "bound_log_ratio",
     "gathered_rows",
-    "in_row_blocks",
     "is_rounding",
     "k1_estimate",
     "k2_estimate",

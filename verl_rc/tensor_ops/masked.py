@@ -1,7 +1,7 @@
 """Masked sums and whitening, row blocks, numbers of groups and turns, values put in their places. Masked
 positions are removed by selection, not by multiplication with 0, so NaN there is harmless."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ def masked_row_sums(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device)).sum(dim=-1)
 
 
+_AT_ONCE = 1 << 20
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
 """Relative size of what a few operations in float32 leave: four steps of the largest value."""
 
@@ -34,8 +35,8 @@ def is_rounding(spread: Tensor, size: Tensor) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, minuends: Tensor | None = None) -> Tensor:
-    """``(x - mean) / sqrt(var + 1e-8)`` over the True positions of ``[B, T]``, 0 elsewhere; variance with
-    Bessel's correction. Summed in float64.
+    """``(x - mean) / sqrt(var + 1e-8)`` over the True positions of ``mask``, 0 elsewhere; variance with
+    Bessel's correction. Summed in float64. All tensors have one shape, which may be any.
 
     All 0 with fewer than two True positions, and where the values differ by rounding alone. ``minuends``
     ``[B, T]``: the numbers that the values are differences of, whose magnitude is that of the rounding. None
@@ -53,18 +54,14 @@ def masked_whiten(values: Tensor, mask: Tensor, minuends: Tensor | None = None) 
     # The difference of close numbers is not rounded, so what the mean's rounding left can be taken off behind
     # it.
     centred.sub_(rounded_mean).sub_((mean - rounded_mean).to(values.dtype)).masked_fill_(outside, 0.0)
-    variance = in_row_blocks(_row_squares, centred).sum() / (count - 1).clamp_min(1)
+    # In float64, but never the whole batch at once.
+    squares = [part.double().square().sum() for part in centred.flatten().split(_AT_ONCE)]
+    variance = torch.stack(squares).sum() / (count - 1).clamp_min(1)
     size = torch.maximum(largest.abs(), smallest.abs())
     if minuends is not None:
         size = torch.maximum(size, minuends.masked_fill(outside, 0.0).abs_().amax())
     scale = torch.rsqrt(variance + 1e-8).masked_fill(is_rounding(largest - smallest, size), 0.0)
     return centred.mul_(scale.to(values.dtype))
-
-
-def _row_squares(values: Tensor) -> Tensor:
-    doubles = values.double()
-    squares: Tensor = torch.linalg.vecdot(doubles, doubles)
-    return squares
 
 
 def gathered_rows(values: Tensor, index: Tensor) -> Tensor:
@@ -109,10 +106,6 @@ def turn_numbers(response_mask: Tensor) -> Tensor:
     return (begins.cumsum(dim=-1) - 1).clamp_min_(0)
 
 
-_BLOCK_ELEMENTS = 1 << 16
-"""Elements of a row block whose temporaries fit into a CPU's cache."""
-
-
 def row_slices(num_rows: int, width: int, elements: int) -> Iterator[slice]:
     """Slices that cover ``num_rows`` rows of ``width`` elements, each with at most ``elements`` elements or a
     single row.
@@ -122,13 +115,6 @@ def row_slices(num_rows: int, width: int, elements: int) -> Iterator[slice]:
     step = max(1, elements // max(width, 1))
     for start in range(0, max(num_rows, 1), step):
         yield slice(start, min(start + step, num_rows))
-
-
-def in_row_blocks(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Apply a row-wise function of ``[B, T]`` tensors to blocks of rows."""
-    num_rows, width = tensors[0].shape
-    slices = row_slices(num_rows, width, _BLOCK_ELEMENTS)
-    return torch.cat([function(*(tensor[rows] for tensor in tensors)) for rows in slices])
 
 
 def group_numbers(group_ids: Tensor | Sequence[Hashable], device: torch.device) -> Tensor:

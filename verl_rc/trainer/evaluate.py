@@ -111,7 +111,6 @@ def _sample_in_batches(services: Services, replace_lost: EngineReplacer, step: i
         [row.prompt_token_ids for row in rows],
         range(len(rows)),
         samples,
-        services.tokenizer.pad_token_id,
         with_tools=rollout.converses,
         pictures=[row.pictures for row in rows],
     )

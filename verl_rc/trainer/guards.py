@@ -11,6 +11,7 @@ from verl_rc.metrics import Metric, Reduction
 from verl_rc.metrics.sinks import Tracker
 from verl_rc.records.batches import TrainBatch
 from verl_rc.records.fingerprints import require_sampled_tokens
+from verl_rc.records.ragged import Ragged
 from verl_rc.trainer.step_record import Step, StepRecord
 from verl_rc.trainer.stop import StopRequest
 
@@ -42,8 +43,7 @@ class Guards:
         batch, fingerprints, record = inputs.batch, inputs.scored.rollouts.fingerprints, step.record
         with record.stage("adv"):
             record.ledger.require_in_batch(int(torch.count_nonzero(batch.response_mask)))
-            assert fingerprints is not None
-            require_sampled_tokens(fingerprints, batch.tokens, batch.response_mask)
+            require_sampled_tokens(fingerprints, batch)
         collapse = rewards.collapse(self._alerts.reward_window)
         record.add({"alerts/reward_collapse": float(collapse is not None)})
         is_allowed = True
@@ -131,6 +131,6 @@ class Guards:
         return action == "warn"
 
 
-def withhold(batch: TrainBatch, record: StepRecord) -> None:
+def withhold(batch: Ragged[TrainBatch], record: StepRecord) -> None:
     """Book a batch that the actor does not train on."""
     record.ledger.book({"withheld": int(torch.count_nonzero(batch.response_mask))})

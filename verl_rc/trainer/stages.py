@@ -15,6 +15,7 @@ from verl_rc.algorithm.supply.ledger import accounts_of_update
 from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.records.batches import PolicyEvaluations, RolloutBatch
 from verl_rc.records.optimizer_step import OptimizerStep
+from verl_rc.records.ragged import Ragged
 from verl_rc.records.scored_batch import ScoredBatch
 from verl_rc.runtime.exact.demand import require_exact
 from verl_rc.runtime.rollout.sampling import request_seed
@@ -25,23 +26,23 @@ from verl_rc.trainer.services import Services
 from verl_rc.trainer.step_record import Step, StepRecord
 
 
-def evaluate(services: Services, rollouts: RolloutBatch, step: Step) -> PolicyEvaluations:
+def evaluate(services: Services, rollouts: Ragged[RolloutBatch], step: Step) -> Ragged[PolicyEvaluations]:
     """Evaluate the sampled tokens with the trainer's models: proximal policy, frozen policies and critic, as
     far as the run needs them."""
     rollout = services.config.actor_rollout_ref.rollout
-    if rollout.enable_rollout_routing_replay and rollouts.tokens.experts_counts is None:
+    if rollout.enable_rollout_routing_replay and rollouts.experts_counts is None:
         raise RuntimeError(
             "the engines must record the experts that each token took, but the step's samples have none: the "
             "actor would take its own. Drop actor_rollout_ref.rollout.enable_rollout_routing_replay."
         )
-    if rollout.has_filter and rollouts.tokens.support_counts is None:
+    if rollout.has_filter and rollouts.support_counts is None:
         raise RuntimeError(
             "the engines must record which tokens their filter has left, but the step's samples have no such "
             "sets: the trainer would score them over the whole vocabulary. Drop "
             "actor_rollout_ref.rollout.top_p, top_k and min_p."
         )
     if step.corrector.config.score_centering.enabled:
-        counts = rollouts.tokens.head_counts
+        counts = rollouts.head_counts
         missing = rollouts.response_mask if counts is None else rollouts.response_mask & (counts == 0)
         if missing.any():
             raise RuntimeError(
@@ -59,15 +60,13 @@ def evaluate(services: Services, rollouts: RolloutBatch, step: Step) -> PolicyEv
             rollouts.tokens,
             update_limit(services.config.critic),
         )
-    return PolicyEvaluations(
-        **proximal,
-        **frozen,
-        critic_values=values,
-        batch_size=rollouts.batch_size,
-    )
+    columns = {**proximal, **frozen, "critic_values": values}
+    return Ragged(PolicyEvaluations, {}, rollouts.lengths).become(PolicyEvaluations, **columns)
 
 
-def _frozen_policies(services: Services, rollouts: RolloutBatch, record: StepRecord) -> dict[str, Any]:
+def _frozen_policies(
+    services: Services, rollouts: Ragged[RolloutBatch], record: StepRecord
+) -> dict[str, Any]:
     """The fields of ``PolicyEvaluations`` that come from policies that only score, by name."""
     config, policies = services.config, services.config.frozen_policies
     fields: dict[str, Any] = {}
@@ -90,7 +89,7 @@ def _frozen_policies(services: Services, rollouts: RolloutBatch, record: StepRec
     return fields
 
 
-def _proximal_policy(services: Services, rollouts: RolloutBatch, step: Step) -> dict[str, Any]:
+def _proximal_policy(services: Services, rollouts: Ragged[RolloutBatch], step: Step) -> dict[str, Any]:
     """The fields of ``PolicyEvaluations`` that come from the proximal policy, by name; none where the mode of
     correction does not need it.
 
@@ -118,7 +117,7 @@ def _proximal_policy(services: Services, rollouts: RolloutBatch, step: Step) -> 
 
 
 def correct(
-    services: Services, scored: ScoredBatch, evaluations: PolicyEvaluations, step: Step
+    services: Services, scored: ScoredBatch, evaluations: Ragged[PolicyEvaluations], step: Step
 ) -> StepInputs:
     """Rewards, advantages and, in the driver's mode, rollout correction: the batch to train on. Records its
     metrics, and writes its samples as JSON lines to ``trainer.rollout_data_dir`` where that is set."""
@@ -155,8 +154,8 @@ def update_critic(services: Services, inputs: StepInputs, step: Step) -> list[Op
     rows = critic_batch(inputs)
     step.record.add(critic_metrics(rows))
     mini_batches = plan_mini_batches(
-        rows.response_mask,
-        rows.response_mask,
+        num_tokens := rows.row_sums(rows.response_mask),
+        num_tokens,
         rows_per_mini_batch=critic.ppo_mini_batch_size * services.config.actor_rollout_ref.rollout.n,
         epochs=critic.ppo_epochs,
         shuffle=critic.shuffle,
@@ -176,8 +175,8 @@ def update_actor(services: Services, gap_limit: float | None, inputs: StepInputs
     actor, rollout = services.config.actor_rollout_ref.actor, services.config.actor_rollout_ref.rollout
     record = step.record
     mini_batches = plan_mini_batches(
-        batch.untruncated_mask,
-        batch.loss_mask,
+        batch.row_sums(batch.untruncated_mask),
+        batch.row_sums(batch.loss_mask),
         rows_per_mini_batch=actor.ppo_mini_batch_size * rollout.n,
         epochs=actor.ppo_epochs,
         shuffle=actor.shuffle,

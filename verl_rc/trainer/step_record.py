@@ -47,7 +47,11 @@ class Step:
         """The step that follows ``state``; its clock begins."""
         control = Control.from_config(config.algorithm, state.control)
         correction = control.correction(config.algorithm.rollout_correction)
-        corrector = corrector_of(correction, by_age=not config.async_training.is_synchronous)
+        corrector = corrector_of(
+            correction,
+            by_age=not config.async_training.is_synchronous,
+            by_turn=config.actor_rollout_ref.rollout.converses,
+        )
         return cls(state.step + 1, control, corrector, StepRecord())
 
 

@@ -17,6 +17,7 @@ from verl_rc.config.schema import public_values
 from verl_rc.correction.log_ratio import LogRatio
 from verl_rc.metrics.json_lines import set_aside
 from verl_rc.records.batches import RolloutBatch
+from verl_rc.records.ragged import Ragged, rows_of
 from verl_rc.records.rollout_batch import at_turn_ends
 from verl_rc.records.scored_batch import ScoredBatch
 from verl_rc.records.token_records.token_parquet import set_aside_later, thin_out, write_record
@@ -117,17 +118,16 @@ class TokenRecorder:
         seed = request_seed({"seed": seed, "step": step.number, "token_records": 1})
         num_rows = len(scored) if why == "full" else self._settings.rows_per_step
         recorded = ChosenRows.choose(squares, num_rows, seed)
-        lengths = rollouts.tokens.response_lengths[recorded.rows]
-        written = torch.arange(rollouts.response_mask.shape[1]) < lengths[:, None]
+        lengths = rollouts.lengths["BR"]
 
         def tokens_of(values: Tensor) -> Array:
-            flat: Array = values[recorded.rows][written].numpy()
-            return flat
+            of_rows = rows_of(values.numpy(), lengths)
+            return np.concatenate([of_rows[row] for row in recorded.rows])
 
-        columns = dict(_token_columns(inputs))
-        tokens = {name: tokens_of(values) for name, values in columns.items()}
-        ids = tokens_of(rollouts.tokens.responses)
-        prompts = [np.asarray(prompt) for prompt in _prompts(scored, recorded.rows)]
+        tokens = {name: tokens_of(values) for name, values in _token_columns(inputs)}
+        ids = tokens_of(rollouts.responses)
+        of_rows = rows_of(rollouts.columns["prompts"], rollouts.lengths["BP"])
+        prompts = [of_rows[row] for row in recorded.rows]
         contents = self._settings.contents
         tokens["token_class"] = self._token_classes(
             ids, prompts if contents == "full" else [], contents != "numbers_only", step.number
@@ -145,7 +145,7 @@ class TokenRecorder:
                 "tokens_of_batch": scored.num_tokens,
             },
             _row_columns(scored, recorded),
-            lengths.numpy(),
+            lengths[recorded.rows],
             tokens,
             prompts if contents == "full" else None,
         )
@@ -189,31 +189,32 @@ class TokenRecorder:
         return np.array([self._classes[int(token)] for token in distinct], "int8")[inverse.reshape(-1)]
 
 
-def _squares(proximal: Tensor | None, rollouts: RolloutBatch) -> Tensor:
+def _squares(proximal: Tensor | None, rollouts: Ragged[RolloutBatch]) -> Tensor:
     """float64 ``[B]``: sum of the squared log-ratios of each row, 0 where no proximal policy was computed;
     infinite where one is not finite."""
     rollout = rollouts.rollout_log_probs
     train = rollout if proximal is None else proximal
     ratio = LogRatio.from_log_probs(train, rollout, rollouts.response_mask)
-    is_finite = (ratio.valid == ratio.response).all(dim=-1)
-    return torch.where(is_finite, ratio.sequence_sums(ratio.values.double().square()), torch.inf)
+    is_finite = rollouts.row_sums(ratio.valid != ratio.response) == 0
+    return torch.where(is_finite, rollouts.row_sums(ratio.values.square()), torch.inf)
 
 
 def _token_columns(inputs: StepInputs) -> Iterator[tuple[str, Tensor]]:
-    """Tensors ``[B, R]`` by column, those of the correction where the driver makes it."""
+    """Columns ``[N]`` by name, those of the correction where the driver makes it."""
     scored, evaluations, batch = inputs.scored, inputs.evaluations, inputs.batch
     rollouts = scored.rollouts
     yield "response_mask", rollouts.response_mask
     yield "rollout_log_prob", rollouts.rollout_log_probs
     yield "advantage", batch.advantages
     yield "version", rollouts.policy_versions
-    if rollouts.tokens.restarts is not None:
-        yield "restart", rollouts.tokens.restarts
+    if rollouts.restarts is not None:
+        yield "restart", rollouts.restarts
     if scored.episodes:
+        masks = rows_of(rollouts.columns["response_mask"], rollouts.lengths["BR"])
         rewards = [[reply.reward for reply in replies] for replies in scored.episodes]
-        yield "turn_reward", at_turn_ends(rewards, rollouts.response_mask)
+        yield "turn_reward", at_turn_ends(rewards, masks)
         waits = [[reply.waited for reply in replies] for replies in scored.episodes]
-        yield "turn_wait", at_turn_ends(waits, rollouts.response_mask)
+        yield "turn_wait", at_turn_ends(waits, masks)
     if inputs.correction is not None:
         yield "old_log_prob", batch.old_log_probs
         yield "kept", batch.loss_mask | ~batch.response_mask
@@ -248,9 +249,3 @@ def _row_columns(scored: ScoredBatch, recorded: ChosenRows) -> dict[str, Array]:
         "score": scored.scores[rows].numpy(),
         "finished": scored.rollouts.finished[rows].numpy(),
     }
-
-
-def _prompts(scored: ScoredBatch, rows: Sequence[int]) -> list[list[int]]:
-    tokens = scored.rollouts.tokens
-    lengths = tokens.prompt_lengths[rows].tolist()
-    return [row[-length:] for row, length in zip(tokens.prompts[rows].tolist(), lengths, strict=True)]

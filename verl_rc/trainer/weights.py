@@ -13,7 +13,9 @@ import torch
 from verl_rc.algorithm.ppo.choices import log_prob_limit
 from verl_rc.metrics import Metric, Reduction
 from verl_rc.metrics.trace import TRACE
+from verl_rc.records.batches import TokenBatch, TokenScores
 from verl_rc.records.parts import Sample
+from verl_rc.records.ragged import Ragged
 from verl_rc.records.rollout_batch import build_rollout_batch, check_versions
 from verl_rc.runtime.checkpoint import RunState
 from verl_rc.runtime.distributed.child_process import RemoteError
@@ -205,27 +207,32 @@ class Publisher:
             prompts * len(samples_by_engine),
             range(len(samples)),
             samples,
-            services.tokenizer.pad_token_id,
         )
         check_versions(rollouts, expected_version=version)
         # Engines with one set of weights sample mostly the same: equal rows are scored once.
-        assert rollouts.fingerprints is not None
         distinct, inverse = rollouts.fingerprints.unique(return_inverse=True)
         rows = torch.empty_like(distinct).scatter_(0, inverse, torch.arange(len(inverse)))
-        tokens, limit = rollouts.tokens[rows], log_prob_limit(self._rollout)
-        log_probs = services.actor.compute_log_probs(tokens, limit).result.log_probs[inverse]
+        taken = rollouts.take(rows.tolist())
+        tokens, limit = taken.tokens, log_prob_limit(self._rollout)
         if self.canary_gap_limit is None and services.gap_limit.is_estimated:
             moved = services.actor.estimate_rounding(tokens, limit)
-            self._rounding = float(moved[rollouts.response_mask[rows]].mean())
+            self._rounding = float(moved[taken.response_mask].mean())
             record.add_records([Metric("sync/canary_rounding", self._rounding, Reduction.MAX)])
         gap_limit = services.gap_limit.within(self._rounding)
+
+        def scores_of(tokens: Ragged[TokenBatch]) -> Ragged[TokenScores]:
+            return services.actor.compute_log_probs(tokens, limit).result.take(inverse.tolist())
+
+        scores = scores_of(tokens)
         gaps = []
         nonfinite = 0
-        parts = zip(log_probs.split(len(prompts)), rollouts.split(len(prompts)), strict=True)
-        for engine, (train_log_probs, part) in enumerate(parts):
+        for engine in range(len(samples_by_engine)):
+            own_rows = range(engine * len(prompts), (engine + 1) * len(prompts))
+            part = rollouts.take(own_rows)
+            train_log_probs = scores.take(own_rows).log_probs
             source = f"canary tokens of rollout engine {engine} at weight version {version}"
             require_exact(services.config.actor_rollout_ref, train_log_probs, part, version, source)
-            gap = LogProbGap.between(train_log_probs, part.rollout_log_probs, part.response_mask)
+            gap = LogProbGap.between(train_log_probs, part)
             if gap is None:
                 nonfinite += int(part.response_mask.sum())
                 continue
@@ -236,9 +243,8 @@ class Publisher:
         if not gaps:
             return
         if self._rollout.enable_rollout_routing_replay:
-            scores = services.actor.compute_log_probs(tokens.without("experts", "head"), limit).result
-            own_log_probs = scores.log_probs[inverse]
-            gap = LogProbGap.between(own_log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
+            own_experts = scores_of(tokens.without("experts", "head"))
+            gap = LogProbGap.between(own_experts.log_probs, rollouts)
             assert gap is not None
             record.add_records([Metric("sync/canary_own_experts_gap", gap.mean, Reduction.MAX)])
         largest = max(gaps, key=lambda gap: gap.mean)

@@ -360,7 +360,9 @@ class LedgerEngine:
     def submit(self, samples: Sequence[Request]) -> None:
         self.samples += samples
 
-    def collect(self, at_least: int, wait_seconds: float | None) -> Collected:
+    def collect(
+        self, at_least: int, wait_seconds: float | None, linger_seconds: float | None = None
+    ) -> Collected:
         taken, self.samples = self.samples[:at_least], self.samples[at_least:]
         sampled = self.sample([one.request for one in taken])
         return Collected(
@@ -429,7 +431,7 @@ class FakeActor:
         self._object = self._classes[target.partition(":")[2]](self._ledger, **arguments)
         return Reference(self._memory, 1, then=getattr(self._object, "built", None))
 
-    def _call(self, method: str, arguments: Sequence[Any]) -> Reference:
+    def _call(self, method: str, *arguments: Any) -> Reference:
         ledger = self._ledger
         ledger.current = self._memory
         who, what = self._memory.name, method
@@ -501,6 +503,7 @@ def processes_that_book(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None
         wait=lambda references, num_returns, timeout: (references[:1], references[1:]),
         get=lambda reference: reference.get(ledger),
         kill=lambda actor: actor.kill(),
+        put=lambda argument: argument,
     )
     workers = SimpleNamespace(**{name: partial(worker, ledger) for name, worker in WORKERS.items()})
     monkeypatch.setattr(

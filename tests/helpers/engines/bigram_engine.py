@@ -91,7 +91,9 @@ class BigramEngine(Engine):
         for number in numbers:
             self._forget(number)
 
-    def collect(self, at_least: int = 1, wait_seconds: float | None = None) -> Collected:
+    def collect(
+        self, at_least: int = 1, wait_seconds: float | None = None, linger_seconds: float | None = None
+    ) -> Collected:
         while len(self._box) + len(self._failures) < at_least and self._may_step():
             self._step()
         collected = Collected(self._box, self._failures)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from ragged_rows import ragged
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2MoeForCausalLM
 
@@ -12,7 +13,7 @@ from verl_rc.config.load import load_run_config
 from verl_rc.config.run import RunConfig
 from verl_rc.records.batches import TokenBatch, TrainBatch, positions_mask
 from verl_rc.records.heads import head_column
-from verl_rc.records.ragged import Column, Ragged, Record
+from verl_rc.records.ragged import Column, Ragged
 from verl_rc.tensor_ops import placed
 
 VOCABULARY = 29
@@ -176,11 +177,6 @@ def log_probs(model: torch.nn.Module, prompt: list[int], response: list[int]) ->
     with torch.no_grad():
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
-
-
-def ragged(record: Record) -> Ragged[Record]:
-    """All rows of a padded record, as a rank is given them."""
-    return Ragged.from_record(record, range(len(record)))
 
 
 def scored(

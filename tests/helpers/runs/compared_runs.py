@@ -6,7 +6,7 @@ from collections import defaultdict
 from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -24,15 +24,16 @@ NOT_OF_THE_TRAINING = (
 
 
 def without_times(state: RunState) -> RunState:
-    """A state without the seconds that its steps took, and those that samples waited for replies."""
+    """A state without the seconds that its steps took, and those that samples waited for replies; its groups
+    are packed."""
     if state.supply is None:
         return state
-    groups = deepcopy(state.supply.groups)
+    groups = deepcopy(state.supply.groups())
     for reply in (
         reply for group in groups.get("groups", ()) for one in group["samples"] for reply in one["replies"]
     ):
         reply["waited"] = 0.0
-    return replace(state, supply=replace(state.supply, waits=WaitTotals(), groups=groups))
+    return replace(state, supply=replace(state.supply, waits=WaitTotals(), groups=cast(Any, groups)))
 
 
 def saved_tensors(folder: Path) -> dict[str, Tensor]:

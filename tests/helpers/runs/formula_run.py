@@ -24,6 +24,7 @@ from verl_rc.records.batches import Timed, TokenBatch, TokenScores, TrainBatch
 from verl_rc.records.dataset import EpochBatches, PromptRow, PromptStream
 from verl_rc.records.optimizer_step import OptimizerStep
 from verl_rc.records.parts import Sample
+from verl_rc.records.ragged import Ragged
 from verl_rc.runtime.checkpoint import CheckpointStore, RunState
 from verl_rc.runtime.rollout.engine import Request
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
@@ -191,13 +192,14 @@ class World:
 
     # the actor
 
-    def compute_log_probs(self, tokens: TokenBatch, limit: Any) -> Timed[TokenScores]:
+    def compute_log_probs(self, tokens: Ragged[TokenBatch], limit: Any) -> Timed[Ragged[TokenScores]]:
         log_probs = log_probs_of(tokens.responses, self.trained)
-        return Timed(TokenScores(log_probs, torch.ones_like(log_probs)), 0.5)
+        columns = {"log_probs": log_probs, "entropies": torch.ones_like(log_probs)}
+        return Timed(tokens.become(TokenScores, **columns), 0.5)
 
     def update(
         self,
-        batch: TrainBatch,
+        batch: Ragged[TrainBatch],
         mini_batches: Sequence[MiniBatch],
         limit: Any,
         request: UpdateRequest,
@@ -230,8 +232,8 @@ class World:
 class Reference(World):
     """A policy that stays where it was."""
 
-    def compute_log_probs(self, tokens: TokenBatch, limit: Any) -> Timed[TokenScores]:
-        return Timed(TokenScores(log_probs_of(tokens.responses, 0.3), None), 0.5)
+    def compute_log_probs(self, tokens: Ragged[TokenBatch], limit: Any) -> Timed[Ragged[TokenScores]]:
+        return Timed(tokens.become(TokenScores, log_probs=log_probs_of(tokens.responses, 0.3)), 0.5)
 
 
 class Scorer:

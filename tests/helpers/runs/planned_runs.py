@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from batches_of_ones import ones_rollouts
+from ragged_rows import padded_step, without_padding
 from torch import Tensor
 
 from verl_rc.algorithm.losses import Aggregation
@@ -125,15 +126,19 @@ def current_scores() -> TokenScores:
     return TokenScores(log_probs, (noise.abs() + 0.5).requires_grad_())
 
 
-def step_inputs(config: RunConfig, inputs: Inputs = INPUTS) -> StepInputs:
+def step_inputs(config: RunConfig, inputs: Inputs = INPUTS) -> Any:
+    """What the driver hands to the actor, padded."""
+    return padded_step(driver_inputs(config, inputs))
+
+
+def driver_inputs(config: RunConfig, inputs: Inputs = INPUTS) -> StepInputs:
     """What the driver hands to the actor."""
     evaluations, algorithm = inputs.evaluations.clone(), config.algorithm
     if algorithm.rollout_correction.mode != "decoupled":
         evaluations.proximal_log_probs = None
     corrector = corrector_of(algorithm.rollout_correction)
-    return build_train_batch(
-        inputs.scored, evaluations, algorithm, corrector, algorithm.kl_ctrl.kl_coef, current_version=0
-    )
+    rows = without_padding(inputs.scored, evaluations)
+    return build_train_batch(*rows, algorithm, corrector, algorithm.kl_ctrl.kl_coef, current_version=0)
 
 
 def loss_of(config: RunConfig, batch: TrainBatch, current: TokenScores, detach: bool = False) -> Tensor:
@@ -168,8 +173,8 @@ def corrected(
     """What a loss is computed on and what it is divided by, with the whole batch as one mini-batch, in either
     mode."""
     (mini_batch,) = plan_mini_batches(
-        batch.untruncated_mask,
-        batch.loss_mask,
+        batch.untruncated_mask.sum(-1),
+        batch.loss_mask.sum(-1),
         rows_per_mini_batch=len(log_probs),
         epochs=1,
         shuffle=False,

@@ -12,13 +12,13 @@ import torch
 from batches_of_ones import ones_rollouts
 from planned_runs import corrected
 from pydantic import ValidationError
+from ragged_rows import padded_step_of
 from small_models import small_run_config
 
 from verl_rc.algorithm.losses import Aggregation
 from verl_rc.algorithm.ppo.control import Control
 from verl_rc.algorithm.ppo.corrector import corrector_of
 from verl_rc.algorithm.ppo.objective import policy_objective
-from verl_rc.algorithm.ppo.train_batch import build_train_batch
 from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.rollout_correction import REJECTION_RULES, WEIGHT_LEVELS, RolloutCorrectionConfig
@@ -197,7 +197,7 @@ def train_on(
         evaluations.proximal_log_probs = None
     proximal = FINITE[1].proximal_log_probs
     try:
-        batch = build_train_batch(
+        batch = padded_step_of(
             ScoredBatch(rollouts, scores),
             evaluations,
             algorithm,
@@ -344,7 +344,7 @@ def test_a_target_acceptance_moves_the_next_steps_threshold(rule: str) -> None:
         control, (rollouts, evaluations, scores) = Control.from_config(algorithm), FINITE
         for _ in range(2):
             mode = corrector_of(control.correction(config))
-            step = build_train_batch(ScoredBatch(rollouts, scores), evaluations, algorithm, mode, 0.0, 0)
+            step = padded_step_of(ScoredBatch(rollouts, scores), evaluations, algorithm, mode, 0.0, 0)
             control = control.after_correction(step.measured)
         outcomes.add(step.batch.loss_mask.numpy().tobytes())
     assert len(outcomes) == 3

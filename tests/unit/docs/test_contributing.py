@@ -61,7 +61,7 @@ load_run_config([*sound_run(), *(f"algorithm.rollout_correction.{key}={value}" f
 """,  # noqa: E501
     "Add a metric": """
 import torch
-from small_models import make_train_batch
+from small_models import make_train_batch, ragged
 from verl_rc.records.batches import PolicyEvaluations, RolloutBatch
 from verl_rc.records.scored_batch import ScoredBatch
 from verl_rc.metrics.catalog import CATALOG
@@ -78,8 +78,9 @@ rollouts = RolloutBatch(
     finished=torch.ones(4, dtype=torch.bool),
     batch_size=[4],
 )
-scored, evaluations = ScoredBatch(rollouts, torch.zeros(4)), PolicyEvaluations(batch_size=[4])
-inputs = StepInputs(scored, evaluations, batch, None, torch.zeros(4, 7), torch.zeros(4, 7), None)
+scored = ScoredBatch(ragged(rollouts), torch.zeros(4))
+evaluations = scored.rollouts.become(PolicyEvaluations)
+inputs = StepInputs(scored, evaluations, ragged(batch), None, torch.zeros(4), torch.zeros(18), None)
 assert batch_metrics(inputs, 5, 100)["response_length/median"] == 4.5
 assert CATALOG.find("response_length/median").unit == "tokens"
 """,

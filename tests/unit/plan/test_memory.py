@@ -15,13 +15,12 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from verl_rc.config.load import load_run_config
 from verl_rc.config.verl.migration import arguments_of_script
+from verl_rc.plan.driver import MIB, driver_bytes
 from verl_rc.plan.memory import (
     ASLEEP_MIB,
     CONTEXT_MIB,
     CUDA_PROCESS_MIB,
-    DRIVER_MIB,
     ENGINE_MIB,
-    MIB,
     RAY_MIB,
     TRAINER_MIB,
     ModelShape,
@@ -263,7 +262,7 @@ def test_an_engine_alone_needs_two_buckets_and_a_layer_beside_its_share(
 def test_the_host_holds_everything_on_a_cpu_and_libraries_on_a_gpu() -> None:
     config = config_of(FULL)
     roles = list(roles_of(FULL).values())
-    common = (DRIVER_MIB + RAY_MIB) * MIB
+    common = driver_bytes(config) + RAY_MIB * MIB
     assert (
         host_bytes(config, roles, on_gpu=False)
         == sum(role.model for role in roles) + common + (TRAINER_MIB + ENGINE_MIB) * MIB

@@ -1,12 +1,16 @@
 """Every change of a row's tokens changes its fingerprint."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ragged_rows import ragged
 
 from verl_rc.records.batches import TokenBatch, left_padded, positions_mask
 from verl_rc.records.fingerprints import TokensChangedError, fingerprints, require_sampled_tokens
+from verl_rc.records.ragged import Ragged
 
 Row = tuple[list[int], list[int], list[bool]]
 ROW = st.tuples(
@@ -39,10 +43,20 @@ def batch(rows: list[Row], further_padding: int = 0, pad: int = 0) -> tuple[Toke
     return tokens, mask
 
 
+def rows_of_step(tokens: TokenBatch, mask: torch.Tensor) -> Ragged[TokenBatch]:
+    rows = ragged(tokens)
+    real = mask[positions_mask(tokens.response_lengths, mask.shape[1])]
+    return replace(rows, columns={**rows.columns, "response_mask": real.numpy()})
+
+
+def prints(tokens: TokenBatch, mask: torch.Tensor) -> torch.Tensor:
+    return fingerprints(rows_of_step(tokens, mask))
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.lists(ROW, min_size=2, max_size=6))
 def test_equal_exactly_when_the_rows_are(rows: list[Row]) -> None:
-    numbers = fingerprints(*batch(rows)).tolist()
+    numbers = prints(*batch(rows)).tolist()
     for a, row_a in enumerate(rows):
         for b, row_b in enumerate(rows):
             assert (numbers[a] == numbers[b]) == (row_a == row_b)
@@ -51,8 +65,8 @@ def test_equal_exactly_when_the_rows_are(rows: list[Row]) -> None:
 @settings(deadline=None, max_examples=50)
 @given(st.lists(ROW, min_size=1, max_size=4), st.integers(0, 3))
 def test_padding_and_the_other_rows_do_not_matter(rows: list[Row], further: int) -> None:
-    alone = [fingerprints(*batch([row], pad=3))[0] for row in rows]
-    assert fingerprints(*batch(rows, further)).tolist() == torch.stack(alone).tolist()
+    alone = [prints(*batch([row], pad=3))[0] for row in rows]
+    assert prints(*batch(rows, further)).tolist() == torch.stack(alone).tolist()
 
 
 def sampled() -> tuple[TokenBatch, torch.Tensor]:
@@ -66,9 +80,9 @@ def sampled() -> tuple[TokenBatch, torch.Tensor]:
 
 def test_what_was_sampled_passes_whatever_is_on_padding() -> None:
     tokens, mask = sampled()
-    expected = fingerprints(tokens, mask)
+    expected = prints(tokens, mask)
     tokens.responses[1, 2] = tokens.experts_ids[1, 2] = 3
-    require_sampled_tokens(expected, tokens, mask)
+    require_sampled_tokens(expected, rows_of_step(tokens, mask))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +100,7 @@ def test_what_was_sampled_passes_whatever_is_on_padding() -> None:
 )
 def test_every_fault_names_its_rows(fault: str) -> None:
     tokens, mask = sampled()
-    expected = fingerprints(tokens, mask)
+    expected = prints(tokens, mask)
     rows = [0]
     if fault == "a token":
         tokens.responses[0, 2] = 6
@@ -105,6 +119,6 @@ def test_every_fault_names_its_rows(fault: str) -> None:
     else:
         tokens, mask, rows = tokens[[1, 0, 2]], mask[[1, 0, 2]], [0, 1]
     with pytest.raises(TokensChangedError) as caught:
-        require_sampled_tokens(expected, tokens, mask)
+        require_sampled_tokens(expected, rows_of_step(tokens, mask))
     assert f"{len(rows)} of 3 rows" in str(caught.value)
     assert f"{rows}." in str(caught.value)

@@ -12,10 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from ragged_rows import ragged
 from small_vision import FAMILIES, Prompts, batch_of, picture, write_model
 from transformers import AutoModelForImageTextToText
 
 from verl_rc.config.task import DataConfig
+from verl_rc.records.batches import RolloutBatch
 from verl_rc.records.dataset import PromptDataset, PromptRow
 from verl_rc.records.fingerprints import (
     TokensChangedError,
@@ -27,6 +29,7 @@ from verl_rc.records.image_reader import ImageReader, positions
 from verl_rc.records.parts import Part, Sample
 from verl_rc.records.pictures import Pictures, image_bytes
 from verl_rc.records.ragged import Ragged
+from verl_rc.records.rollout_batch import build_rollout_batch
 from verl_rc.records.tokenize import load_tokenizer
 from verl_rc.runtime.rollout.sampling import GenerationRequest
 
@@ -61,8 +64,8 @@ def test_a_number_is_known_while_something_holds_its_pictures() -> None:
 def test_a_batch_takes_its_pictures_to_a_rank_once() -> None:
     two = Pictures([SMALL]), Pictures([WIDE, SMALL])
     rows = [([5], two[0]), ([5], None), ([5], two[1]), ([5], two[0])]
-    arrived = pickle.loads(pickle.dumps(Ragged.from_record(batch_of(rows, [[7]] * 4), [0, 1, 3])))
-    assert arrived.pictures == (two[0],)
+    arrived = pickle.loads(pickle.dumps(ragged(batch_of(rows, [[7]] * 4), [0, 1, 3])))
+    assert arrived.images == (two[0],)
     assert arrived.padded([2, 1]).pictures.tolist() == [two[0].number, 0]
 
 
@@ -140,12 +143,15 @@ def test_a_row_with_another_rows_picture_is_seen() -> None:
     one, other = Pictures([SMALL]), Pictures([WIDE])
     part = Part(torch.tensor([7], dtype=torch.int32), torch.tensor([-1.0]), 0)
     samples = [Sample(0, [part], pictures=one.number), Sample(1, [part], pictures=one.number)]
-    mask = torch.ones(2, 1, dtype=torch.bool)
+
+    def batch(*pictures: Pictures | None) -> Ragged[RolloutBatch]:
+        return build_rollout_batch([[5], [5]], [0, 1], samples, pictures=pictures)
+
     expected = fingerprints_of_samples([[5], [5]], samples)
-    require_sampled_tokens(expected, batch_of([([5], one), ([5], one)], [[7], [7]]), mask)
+    require_sampled_tokens(expected, batch(one, one))
     for wrong in (other, None):
         with pytest.raises(TokensChangedError, match=r"the first are \[1\]"):
-            require_sampled_tokens(expected, batch_of([([5], one), ([5], wrong)], [[7], [7]]), mask)
+            require_sampled_tokens(expected, batch(one, wrong))
 
 
 def rows_file(folder: Path, *rows: tuple[str, Any]) -> str:

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ragged_rows import ragged
 from small_models import make_train_batch
 
 from verl_rc.records.batches import FIELDS, CriticBatch, TokenBatch, TrainBatch
 from verl_rc.records.pictures import Pictures
-from verl_rc.records.ragged import Ragged, rows_of
+from verl_rc.records.ragged import rows_of
 
 LENGTHS = [7, 2, 5, 0, 1, 6]
 PICTURES = Pictures([b"one"]), Pictures([b"two", b"three"])
@@ -21,7 +22,7 @@ ROWS = [4, 3, 1]
 
 def arrived_rows(record: Any) -> Any:
     """``ROWS`` of the record after the way through another process, where they are three of four."""
-    return pickle.loads(pickle.dumps(Ragged.from_record(record, [3, 0, 1, 4]))).padded([3, 0, 2])
+    return pickle.loads(pickle.dumps(ragged(record, [3, 0, 1, 4]))).padded([3, 0, 2])
 
 
 def full_batch() -> TrainBatch:
@@ -120,6 +121,6 @@ def test_padding_does_not_travel_and_a_tensor_that_is_two_fields_travels_once(lo
     values = torch.zeros(64, longest)
     versions, scores = torch.where(mask, 0, -1), torch.zeros(64)
     batch = TrainBatch(tokens, mask, mask, values, values, values, versions, scores, values, batch_size=[64])
-    size = len(pickle.dumps(Ragged.from_record(batch, list(range(64)))))
+    size = len(pickle.dumps(ragged(batch)))
     content = 13 * int(lengths.sum()) + 64 * (4 * 4 + 2 * 8 + 4)
     assert content < size < content + 2000

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from ragged_rows import whole
 
 from verl_rc.records.batches import RolloutBatch
 from verl_rc.records.dataset import PromptRow
@@ -72,31 +73,32 @@ def test_lists_travel_with_their_part_and_through_a_checkpoint() -> None:
     assert unpack(packed, lambda _: row)[0].samples[1].response.parts[0].columns == {}  # type: ignore[union-attr]
 
 
-def rollouts() -> RolloutBatch:
+def rollouts() -> Ragged[RolloutBatch]:
     answer = Answer(torch.tensor([90, 91], dtype=torch.int32))
     samples = [Sample(0, [part(0, 2), answer, part(2, 4, 5)]), Sample(1, [part(1, 2)]), Sample(2)]
-    return build_rollout_batch([[1], [1, 2], [3]], [0, 1, 2], samples, 0)
+    return build_rollout_batch([[1], [1, 2], [3]], [0, 1, 2], samples)
 
 
 def test_a_batch_has_them_behind_each_other_in_every_row_and_a_rank_gets_those_of_its_rows() -> None:
-    tokens = rollouts().tokens
+    rows = rollouts().tokens
+    tokens = whole(rows)
     assert tokens.support_counts is not None
     assert tokens.support_ids is not None
     assert tokens.support_counts.tolist() == [[2, 1, 0, 0, 0, 3], [1, 0, 0, 0, 0, 0], [0] * 6]
     assert tokens.support_ids.tolist() == [[5, 7, 6, 8, 9, 10], [6, 0, 0, 0, 0, 0], [0] * 6]
-    arrived = pickle.loads(pickle.dumps(Ragged.from_record(tokens, [2, 1]))).padded([0, 1])
+    arrived = pickle.loads(pickle.dumps(rows.take([2, 1]))).padded([0, 1])
     assert (arrived.support_counts.tolist(), arrived.support_ids.tolist()) == ([[0], [1]], [[0], [6]])
-    whole = pickle.loads(pickle.dumps(Ragged.from_record(tokens, [2, 1, 0]))).padded([1, 2, 0])
-    assert torch.equal(whole.support_counts, tokens.support_counts[[1, 0, 2]])
-    assert torch.equal(whole.support_ids, tokens.support_ids[[1, 0, 2]])
-    assert whole.support_ids.dtype == torch.int32
+    every = pickle.loads(pickle.dumps(rows.take([2, 1, 0]))).padded([1, 2, 0])
+    assert torch.equal(every.support_counts, tokens.support_counts[[1, 0, 2]])
+    assert torch.equal(every.support_ids, tokens.support_ids[[1, 0, 2]])
+    assert every.support_ids.dtype == torch.int32
 
 
 @pytest.mark.parametrize("field", ["support_counts", "support_ids"])
 def test_lists_that_changed_on_their_way_are_noticed(field: str) -> None:
     batch = rollouts()
     assert batch.fingerprints is not None
-    assert torch.equal(fingerprints(batch.tokens, batch.response_mask), batch.fingerprints)
-    getattr(batch.tokens, field)[0, 1] += 1
+    assert torch.equal(fingerprints(batch), batch.fingerprints)
+    getattr(batch, field)[1] += 1
     with pytest.raises(TokensChangedError, match=r"the first are \[0\]"):
-        require_sampled_tokens(batch.fingerprints, batch.tokens, batch.response_mask)
+        require_sampled_tokens(batch.fingerprints, batch)

@@ -12,12 +12,13 @@ from conversing import tool_reply
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_samples import answer, part
-from torch import Tensor
+from ragged_rows import whole
 
 from verl_rc.records import rollout_batch
 from verl_rc.records.batches import RolloutBatch
 from verl_rc.records.fingerprints import TokensChangedError, fingerprints, require_sampled_tokens
 from verl_rc.records.parts import Answer, Part, Sample
+from verl_rc.records.ragged import Column, Ragged
 from verl_rc.records.ragged_column import RaggedColumn
 from verl_rc.records.rollout_batch import build_rollout_batch, check_versions
 
@@ -31,17 +32,22 @@ CUT_AND_ANSWERED = Sample(
 """An update has cut its second turn, which follows a tool's answer."""
 
 
-def build(*samples: Sample, with_tools: bool = False) -> RolloutBatch:
+def rows_of_samples(*samples: Sample, with_tools: bool = False) -> Ragged[RolloutBatch]:
     prompts = [[1], [1, 3]][: len(samples)]
-    return build_rollout_batch(prompts, [0] * len(samples), samples, pad_token_id=9, with_tools=with_tools)
+    return build_rollout_batch(prompts, [0] * len(samples), samples, with_tools=with_tools)
 
 
-def test_rows_are_padded_to_the_longest_of_their_batch_prompts_on_the_left() -> None:
+def build(*samples: Sample, with_tools: bool = False) -> RolloutBatch:
+    """Padded with 0."""
+    return whole(rows_of_samples(*samples, with_tools=with_tools))
+
+
+def test_rows_hold_what_was_sampled_and_prompts_are_padded_on_the_left() -> None:
     rollouts = build(SHORT, CUT_AND_ANSWERED)
-    assert rollouts.tokens.prompts.tolist() == [[9, 1], [1, 3]]
-    assert rollouts.tokens.responses.tolist() == [[7, 2, 9, 9, 9, 9], [11, 12, 90, 13, 14, 15]]
+    assert rollouts.tokens.prompts.tolist() == [[0, 1], [1, 3]]
+    assert rollouts.tokens.responses.tolist() == [[7, 2, 0, 0, 0, 0], [11, 12, 90, 13, 14, 15]]
     assert rollouts.tokens.response_lengths.tolist() == [2, 6]
-    assert rollouts.policy_versions.tolist() == [[4, 4, -1, -1, -1, -1], [3, 3, -1, 3, 5, 5]]
+    assert rollouts.policy_versions.tolist() == [[4, 4, 0, 0, 0, 0], [3, 3, -1, 3, 5, 5]]
     assert rollouts.rollout_log_probs.tolist() == [
         [-0.5, -0.25, 0, 0, 0, 0],
         [-0.5, -0.5, 0, -0.5, -0.5, -0.5],
@@ -74,7 +80,7 @@ def test_the_reward_of_a_turn_lies_on_its_last_sampled_token() -> None:
     ended_by_answer = Sample(1, [part([11], 4), answer([90, 91])], finished=False)
 
     def rewards(samples: list[Sample], *by_turn: list[float]) -> list[list[float]]:
-        rollouts = build_rollout_batch([[1]] * 2, [0] * 2, samples, pad_token_id=9, turn_rewards=by_turn)
+        rollouts = whole(build_rollout_batch([[1]] * 2, [0] * 2, samples, turn_rewards=by_turn))
         assert rollouts.turn_rewards is not None
         return rollouts.turn_rewards.tolist()
 
@@ -98,7 +104,7 @@ def test_the_engine_of_each_row_is_known_where_every_sample_has_one() -> None:
 
 def test_a_missing_sample_is_refused() -> None:
     with pytest.raises(ValueError, match="1 requests, 2 samples"):
-        build_rollout_batch([[1]], [0], [SHORT, SHORT], pad_token_id=9)
+        build_rollout_batch([[1]], [0], [SHORT, SHORT])
 
 
 def test_a_positive_log_prob_names_its_row() -> None:
@@ -139,37 +145,34 @@ def test_fingerprints_of_samples_are_those_of_the_batch_that_they_become(
     rows: list[tuple[list[int], list[Part | Answer]]],
 ) -> None:
     samples = [Sample(number, parts) for number, (_, parts) in enumerate(rows)]
-    batch = build_rollout_batch([prompt for prompt, _ in rows], range(len(rows)), samples, pad_token_id=5)
+    batch = build_rollout_batch([prompt for prompt, _ in rows], range(len(rows)), samples)
     assert batch.fingerprints is not None
-    assert batch.fingerprints.tolist() == fingerprints(batch.tokens, batch.response_mask).tolist()
+    assert batch.fingerprints.tolist() == fingerprints(batch).tolist()
 
 
 @pytest.mark.parametrize(
-    ("record", "field", "spoil"),
+    ("field", "spoil"),
     [
-        ("TokenBatch", "responses", lambda responses: responses.roll(1, dims=1)),
-        ("TokenBatch", "responses", lambda responses: responses.flip(0)),
-        ("TokenBatch", "prompts", lambda prompts: prompts.flip(0)),
-        ("TokenBatch", "support_counts", lambda counts: counts.roll(1, dims=1)),
-        ("RolloutBatch", "response_mask", lambda mask: mask.roll(1, dims=1)),
-        ("RolloutBatch", "response_mask", torch.ones_like),
+        ("responses", lambda responses: np.roll(responses, 1)),
+        ("responses", lambda responses: responses[::-1]),
+        ("prompts", lambda prompts: prompts[::-1]),
+        ("support_counts", lambda counts: np.roll(counts, 1)),
+        ("response_mask", lambda mask: np.roll(mask, 1)),
+        ("response_mask", np.ones_like),
     ],
 )
 def test_a_batch_that_is_built_wrongly_is_not_trained_on(
-    monkeypatch: pytest.MonkeyPatch, record: str, field: str, spoil: Callable[[Tensor], Tensor]
+    monkeypatch: pytest.MonkeyPatch, field: str, spoil: Callable[[Column], Column]
 ) -> None:
-    make: Callable[..., Any] = getattr(rollout_batch, record)
+    def make_spoilt(kind: Any, columns: dict[str, Column], *further: Any) -> Any:
+        return Ragged(kind, {**columns, field: spoil(columns[field])}, *further)
 
-    def make_spoilt(**fields: Any) -> Any:
-        return make(**{**fields, field: spoil(fields[field])})
-
-    monkeypatch.setattr(rollout_batch, record, make_spoilt)
+    monkeypatch.setattr(rollout_batch, "Ragged", make_spoilt)
     column = RaggedColumn.from_counts(np.array([1, 2]), np.array([7, 2, 3]))
     recorded = replace(part([7, 2], 4), columns={"support": column})
-    batch = build(Sample(0, [recorded, answer([8])]), Sample(1, [part([7, 3], 4), answer([9, 8])]))
-    assert batch.fingerprints is not None
+    batch = rows_of_samples(Sample(0, [recorded, answer([8])]), Sample(1, [part([7, 3], 4), answer([9, 8])]))
     with pytest.raises(TokensChangedError):
-        require_sampled_tokens(batch.fingerprints, batch.tokens, batch.response_mask)
+        require_sampled_tokens(batch.fingerprints, batch)
 
 
 def test_a_token_of_other_weights_is_refused() -> None:
@@ -177,10 +180,10 @@ def test_a_token_of_other_weights_is_refused() -> None:
         parts: list[Part] = [part([8], version) for version in versions]
         return Sample(1, parts)
 
-    rollouts = build(SHORT, of_versions(4, 3, 3))
+    rollouts = rows_of_samples(SHORT, of_versions(4, 3, 3))
     with pytest.raises(
         RuntimeError, match=r"version 4, but 2 tokens come from version \[3\] \(first in row 1\)"
     ):
         check_versions(rollouts, expected_version=4)
-    check_versions(build(SHORT, of_versions(4, 4)), expected_version=4)
+    check_versions(rows_of_samples(SHORT, of_versions(4, 4)), expected_version=4)
     assert torch.equal(rollouts.fingerprints, build(SHORT, of_versions(4, 4, 4)).fingerprints)

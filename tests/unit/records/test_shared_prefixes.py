@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ragged_rows import ragged
 
 from verl_rc.records import microbatch
 from verl_rc.records.batches import TokenBatch
@@ -92,22 +93,22 @@ def test_prompts_and_responses_of_a_batch_are_found_across_their_border() -> Non
     other = batch_of_two()
     other.prompts[1], other.prompt_lengths[1] = torch.tensor([5, 6, 7, 8]), 4
     other.responses[1] = torch.tensor([9, 8, 3, 3])
-    assert prefixes_of_rows(batch_of_two(), False).saved_tokens == 6
-    assert prefixes_of_rows(other, False).saved_tokens == 6
+    assert prefixes_of_rows(ragged(batch_of_two()), False).saved_tokens == 6
+    assert prefixes_of_rows(ragged(other), False).saved_tokens == 6
 
 
 def test_a_row_shares_up_to_its_first_restart() -> None:
     restarts = torch.zeros(2, 4, dtype=torch.bool)
     restarts[0, 2] = True
-    assert prefixes_of_rows(batch_of_two(restarts=restarts), True).saved_tokens == 5
+    assert prefixes_of_rows(ragged(batch_of_two(restarts=restarts)), True).saved_tokens == 5
 
 
 def test_rows_with_recorded_experts_share_none_in_a_model_that_replays_them() -> None:
     counts = torch.ones(2, 4, dtype=torch.int64)
     ids = torch.zeros(2, 4, dtype=torch.uint8)
     batch = batch_of_two(experts_counts=counts, experts_ids=ids)
-    assert prefixes_of_rows(batch, replays=True).saved_tokens == 0
-    assert prefixes_of_rows(batch, replays=False).saved_tokens == 6
+    assert prefixes_of_rows(ragged(batch), replays=True).saved_tokens == 0
+    assert prefixes_of_rows(ragged(batch), replays=False).saved_tokens == 6
 
 
 def test_a_row_without_tokens_shares_none() -> None:

@@ -9,7 +9,6 @@ import torch
 
 from verl_rc.tensor_ops import (
     gathered_rows,
-    in_row_blocks,
     is_rounding,
     masked_row_sums,
     masked_sum,
@@ -112,21 +111,6 @@ def test_slices_cover_the_rows_once(
     num_rows: int, width: int, elements: int, expected: list[tuple[int, int]]
 ) -> None:
     assert [(rows.start, rows.stop) for rows in row_slices(num_rows, width, elements)] == expected
-
-
-def test_blocks_are_put_together_in_order() -> None:
-    rows = torch.arange(50_000, dtype=torch.float64).view(-1, 2)
-    seen: list[int] = []
-
-    def difference(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        seen.append(len(first))
-        return first - 2 * second
-
-    assert torch.equal(in_row_blocks(difference, rows, rows), -rows)
-    assert len(seen) == 1
-    wide = rows.view(50, 1000).repeat(40, 1)
-    assert torch.equal(in_row_blocks(difference, wide, wide), -wide)
-    assert len(seen) > 10
 
 
 def test_groups_by_any_id() -> None:

@@ -24,6 +24,7 @@ from verl_rc.config.errors import ConfigError
 from verl_rc.records.batches import Timed, TokenBatch, TokenScores
 from verl_rc.records.dataset import PromptRow
 from verl_rc.records.parts import Sample
+from verl_rc.records.ragged import Ragged
 from verl_rc.runtime.checkpoint import RunState, SavedRun
 from verl_rc.runtime.distributed.child_process import ProcessLostError
 from verl_rc.runtime.rollout.sampling import GenerationRequest
@@ -259,7 +260,7 @@ def test_ages_are_those_of_the_plan(tmp_path: Path, every: int, staleness: int, 
             super().__init__()
             self.updates_before: list[int] = []
 
-        def compute_log_probs(self, tokens: TokenBatch, limit: Any) -> Timed[TokenScores]:
+        def compute_log_probs(self, tokens: Ragged[TokenBatch], limit: Any) -> Timed[Ragged[TokenScores]]:
             self.updates_before.append(self.updates)
             return super().compute_log_probs(tokens, limit)
 
@@ -341,7 +342,7 @@ def test_a_run_that_stops_between_two_publications_loses_nothing(tmp_path: Path)
     assert saved_steps(tmp_path / "one") == [1]
     state = SavedRun.load(tmp_path / "one" / "global_step_1").state.supply
     assert state is not None
-    ended = [sample["ended"] for group in state.groups["groups"] for sample in group["samples"]]
+    ended = [sample["ended"] for group in state.groups()["groups"] for sample in group["samples"]]
     assert any(ended)
     assert not all(ended)
     world = Slow(6)
@@ -364,7 +365,7 @@ class Sharing(Slow):
         assert not self.under_way
         self.awake = False
 
-    def compute_log_probs(self, tokens: TokenBatch, limit: Any) -> Timed[TokenScores]:
+    def compute_log_probs(self, tokens: Ragged[TokenBatch], limit: Any) -> Timed[Ragged[TokenScores]]:
         assert self.updates == 0 or not self.awake, "the engines hold the devices"
         return super().compute_log_probs(tokens, limit)
 
@@ -443,7 +444,7 @@ def test_what_replaces_a_group_begins_while_the_trainer_works(tmp_path: Path) ->
             self.submitted_in_updates += len(requests) * self.training
             return super().submit(requests, options, **_)
 
-        def compute_log_probs(self, tokens: TokenBatch, limit: Any) -> Timed[TokenScores]:
+        def compute_log_probs(self, tokens: Ragged[TokenBatch], limit: Any) -> Timed[Ragged[TokenScores]]:
             if (work := work_beside.get()) is not None:  # canary tokens are evaluated without
                 self.evaluations_served += 1
                 work()
@@ -801,8 +802,9 @@ def test_a_resumed_run_without_a_saved_prompt_is_a_mistake_of_the_user(tmp_path:
     checkpoint = tmp_path / "whole" / "global_step_2"
     state = SavedRun.load(checkpoint).state
     assert state.supply is not None
-    groups = [{**group, "row_index": 99} for group in state.supply.groups["groups"]]
-    broken = dataclasses.replace(state.supply, groups={**state.supply.groups, "groups": groups})
+    groups = [{**group, "row_index": 99} for group in state.supply.groups()["groups"]]
+    packed = {**state.supply.groups(), "groups": groups}
+    broken = dataclasses.replace(state.supply, groups=lambda: packed)
     with pytest.raises(ConfigError, match=r"^there is no row 99\.$"):
         run(
             tmp_path / "again",

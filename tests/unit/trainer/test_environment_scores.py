@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from made_samples import answer, part
+from ragged_rows import whole
 from table_engines import Engines, make_run, prompt, sample
 
 from verl_rc.algorithm.health.run_limits import TooManyFailedGroupsError
@@ -88,7 +89,7 @@ def test_rewards_are_those_of_turns_of_the_function_or_both(
     ]
     batch, metrics = sample(run)
     assert batch.scores.tolist() == scores
-    assert batch.rollouts.tokens.prompts[:, 0].tolist() == [40, 40, 41, 41]
+    assert whole(batch.rollouts).tokens.prompts[:, 0].tolist() == [40, 40, 41, 41]
     assert len(set(run.openings.seeds)) == 2
     assert metrics["env/tries/mean"] == 2.0
     if source != "function":
@@ -96,7 +97,7 @@ def test_rewards_are_those_of_turns_of_the_function_or_both(
     rewards = batch.rollouts.turn_rewards
     assert (rewards is not None) == at_ends
     if rewards is not None:
-        assert rewards.tolist() == [[-0.5, 0, 0, 0, 0], [0, -0.5, 0, 0, 1]] * 2
+        assert whole(batch.rollouts).turn_rewards.tolist() == [[-0.5, 0, 0, 0, 0], [0, -0.5, 0, 0, 1]] * 2
         assert rewards[batch.rollouts.response_mask].count_nonzero() == rewards.count_nonzero()
 
 
@@ -156,7 +157,7 @@ def test_a_prompt_whose_environment_fails_again_is_replaced_in_a_synchronous_run
     run = run_of()
     run.engines = Failing(attempts=2)
     batch, _ = sample(run)
-    assert batch.rollouts.tokens.prompts[:, 0].tolist() == [41, 41, 42, 42]
+    assert whole(batch.rollouts).tokens.prompts[:, 0].tolist() == [41, 41, 42, 42]
 
 
 def test_an_environment_that_always_fails_ends_the_run() -> None:
@@ -194,7 +195,7 @@ def test_a_prompt_whose_environment_fails_to_open_is_opened_once_more_with_anoth
     run = run_of()
     run.openings = Shut(row=0, attempts=1)
     batch, _ = sample(run)
-    assert batch.rollouts.tokens.prompts[:, 0].tolist() == [40, 40, 41, 41]
+    assert whole(batch.rollouts).tokens.prompts[:, 0].tolist() == [40, 40, 41, 41]
     assert len(set(run.openings.seeds)) == 3
 
 
@@ -202,7 +203,7 @@ def test_a_prompt_whose_environment_fails_to_open_again_is_replaced() -> None:
     run = run_of()
     run.openings = Shut(row=0, attempts=2)
     batch, _ = sample(run)
-    assert batch.rollouts.tokens.prompts[:, 0].tolist() == [41, 41, 42, 42]
+    assert whole(batch.rollouts).tokens.prompts[:, 0].tolist() == [41, 41, 42, 42]
 
 
 def test_an_environment_that_never_opens_ends_the_run() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -60,10 +61,10 @@ def mini_batches(config: RunConfig, update: Callable[..., None], monkeypatch: py
         raise InterruptedError
 
     monkeypatch.setattr(stages, "plan_mini_batches", stop)
-    monkeypatch.setattr(stages, "critic_batch", lambda *_: SimpleNamespace(response_mask=None))
+    batch = Mock()
+    monkeypatch.setattr(stages, "critic_batch", lambda *_: batch)
     monkeypatch.setattr(stages, "critic_metrics", lambda _: {})
-    masks = dict.fromkeys(("response_mask", "untruncated_mask", "loss_mask"))
-    inputs = SimpleNamespace(batch=SimpleNamespace(**masks), correction=None)
+    inputs = SimpleNamespace(batch=batch, correction=None)
     arguments = (inputs,) if update is stages.update_critic else (None, inputs)
     services = cast(Services, SimpleNamespace(config=config, critic=object()))
     with pytest.raises(InterruptedError):

@@ -9,6 +9,7 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
+from ragged_rows import ragged
 from small_models import small_run_config
 
 from verl_rc.algorithm.health.findings import Findings
@@ -20,6 +21,7 @@ from verl_rc.algorithm.ppo.train_batch import StepInputs
 from verl_rc.metrics.sinks import AlertCause
 from verl_rc.records.batches import TokenBatch, TrainBatch
 from verl_rc.records.fingerprints import TokensChangedError, fingerprints
+from verl_rc.records.ragged import Ragged
 from verl_rc.runtime.checkpoint import RunState
 from verl_rc.runtime.weight_sync.proof import GapLimit, LogProbGap
 from verl_rc.trainer.guards import Guards, withhold
@@ -49,7 +51,7 @@ def make_run(*overrides: str) -> Any:
     return SimpleNamespace(config=config, tracker=tracker, stop=stop, guards=guards)
 
 
-def make_batch() -> TrainBatch:
+def make_batch() -> Ragged[TrainBatch]:
     """Three rows of 1, 2 and 3 sampled tokens; the second one's last is a tool's."""
     lengths = torch.tensor([1, 2, 3])
     mask = torch.arange(3) < lengths[:, None]
@@ -62,7 +64,7 @@ def make_batch() -> TrainBatch:
     )
     mask[1, 1] = False
     zeros = torch.zeros(3, 3)
-    return TrainBatch(
+    batch = TrainBatch(
         tokens=tokens,
         response_mask=mask,
         loss_mask=mask,
@@ -73,6 +75,7 @@ def make_batch() -> TrainBatch:
         scores=torch.zeros(3),
         batch_size=[3],
     )
+    return ragged(batch)
 
 
 BEFORE = RewardHistory().with_scores(torch.ones(3), window=1)
@@ -88,11 +91,11 @@ def step_of(run: Any, record: StepRecord, number: int = 3) -> Step:
 
 
 def look(
-    run: Any, batch: TrainBatch, scores: Sequence[float], found: Findings | None = None
+    run: Any, batch: Ragged[TrainBatch], scores: Sequence[float], found: Findings | None = None
 ) -> tuple[bool, StepRecord]:
     """The step after one whose samples all had a score of 1."""
     record, sampled = StepRecord(), make_batch()
-    numbers = fingerprints(sampled.tokens, sampled.response_mask)
+    numbers = fingerprints(sampled)
     scored = SimpleNamespace(
         rollouts=SimpleNamespace(fingerprints=numbers), scores=torch.tensor(list(scores))
     )
@@ -115,7 +118,7 @@ def test_a_healthy_step_trains() -> None:
 
 def test_a_changed_token_ends_the_run() -> None:
     batch = make_batch()
-    batch.tokens.responses[1, 1] = 8
+    batch.responses[2] = 8
     with pytest.raises(TokensChangedError, match=r"1 of 3 rows have changed .*\[1\]"):
         look(make_run(), batch, [1.0, 1.0, 1.0])
 

@@ -283,7 +283,7 @@ def test_a_limit_that_a_running_response_has_reached_is_a_mistake_of_the_user(tm
     state = SavedRun.load(checkpoint).state
     saved = SavedRun.load(checkpoint).state.supply
     assert saved is not None
-    groups = unpack(saved.groups, prompt_stream().row)
+    groups = unpack(saved.groups(), prompt_stream().row)
     running = [sample for group in groups for sample in group.samples]
     longest = max(sample.num_sampled for sample in running if not sample.ended)
     assert longest > 1

@@ -36,8 +36,11 @@ def test_the_factor_of_the_correction_reaches_the_actor() -> None:
     config = load_run_config(sound_run())
     services = Mock(config=config)
     services.actor.update.return_value = Timed(ActorReport([], [], []), 0.0)
-    mask = torch.ones(1, 1, dtype=torch.bool)
-    inputs = Mock(batch=SimpleNamespace(response_mask=mask, untruncated_mask=mask, loss_mask=mask))
+    mask = torch.ones(1, dtype=torch.bool)
+    batch = SimpleNamespace(
+        response_mask=mask, untruncated_mask=mask, loss_mask=mask, row_sums=lambda values: values
+    )
+    inputs = Mock(batch=batch)
     inputs.correction.learning_rate_factor.return_value = 0.5
     step = Mock(number=3, corrector=corrector_of(config.algorithm.rollout_correction))
     step.record.timed = lambda name, call, *arguments: call(*arguments).result

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from formula_run import live
-from planned_runs import EMPTY_ROW, INPUTS, ROWS, config_of, step_inputs
+from planned_runs import EMPTY_ROW, INPUTS, ROWS, config_of, driver_inputs, step_inputs
 
 from verl_rc.algorithm.ppo.control import Control
 from verl_rc.algorithm.ppo.corrector import corrector_of
@@ -212,7 +212,7 @@ def recorded(
     mode = corrector_of(config.algorithm.rollout_correction)
     if config.algorithm.rollout_correction.mode != "decoupled":
         evaluations = PolicyEvaluations(batch_size=evaluations.batch_size)
-    inputs = step_inputs(config, dataclasses.replace(INPUTS, scored=scored, evaluations=evaluations))
+    inputs = driver_inputs(config, dataclasses.replace(INPUTS, scored=scored, evaluations=evaluations))
     control = Control.from_config(config.algorithm)
     TokenRecorder(cast(Services, services), 0).write(inputs, Step(step, control, mode, StepRecord()))
     return records(folder)[step]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compared_runs import without_times
 from formula_run import STEPS, World, live
 
 from verl_rc.algorithm.ppo.in_actor import Measured
@@ -35,7 +36,12 @@ def outcome(folder: Path, world: World) -> tuple[Any, ...]:
     states = [
         SavedRun.load(folder / f"global_step_{step}").state for step in range(INTERRUPTED + 1, STEPS + 1)
     ]
-    return world.trained, world.updates, [str(dataclasses.asdict(state)) for state in states], told(folder)
+    return (
+        world.trained,
+        world.updates,
+        [str(dataclasses.asdict(without_times(state))) for state in states],
+        told(folder),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +111,8 @@ class CorrectingActor(World):
         answer = super().update(batch, mini_batches, limit, request)
         if request.corrector.config.mode == "decoupled":
             return answer
-        rollout, mask, config = batch.rollout_log_probs, batch.response_mask, request.corrector.config
+        rows, config = batch.padded(range(len(batch))), request.corrector.config
+        rollout, mask = rows.rollout_log_probs, rows.response_mask
         measured = Measured(
             measure(rollout + 0.3, rollout, mask, config), measure(rollout + 0.01, rollout, mask, config)
         )

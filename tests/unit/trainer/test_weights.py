@@ -10,10 +10,12 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from made_samples import sample
+from ragged_rows import whole
 
 from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.records.batches import Timed, TokenBatch, TokenScores
 from verl_rc.records.parts import Sample
+from verl_rc.records.ragged import Ragged
 from verl_rc.runtime.checkpoint import RunState
 from verl_rc.runtime.distributed.child_process import ProcessLostError, RemoteError
 from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
@@ -245,13 +247,13 @@ def test_canary_prompts_share_a_prefix_longer_than_a_block(
     assert [request.seed for request in requests] == [0, 1, 2]
 
 
-def minus_one(tokens: TokenBatch) -> torch.Tensor:
+def minus_one(tokens: Ragged[TokenBatch]) -> torch.Tensor:
     return torch.full(tokens.responses.shape, -1.0)
 
 
 def publisher_of(
     answers: list[list[Sample]],
-    log_probs: Callable[[TokenBatch], torch.Tensor] = minus_one,
+    log_probs: Callable[[Ragged[TokenBatch]], torch.Tensor] = minus_one,
     rounding: float = 1.0,
 ) -> weights.Publisher:
     """Of engines in bfloat16 that answer each canary prompt with these samples; ``log_probs`` are the
@@ -259,9 +261,8 @@ def publisher_of(
     run = Mock(gap_limit=GapLimit.for_precision("bfloat16"))
     run.config.actor_rollout_ref.exact = False
     run.config.actor_rollout_ref.rollout.enable_rollout_routing_replay = False
-    run.tokenizer.pad_token_id = 0
     run.actor.compute_log_probs.side_effect = lambda tokens, _: Timed(
-        TokenScores(log_probs(tokens), None), 0.0
+        tokens.become(TokenScores, log_probs=log_probs(tokens)), 0.0
     )
     run.actor.estimate_rounding.side_effect = lambda tokens, _: torch.full(tokens.responses.shape, rounding)
     run.engines.generate_on_each = lambda *_: answers
@@ -290,14 +291,14 @@ def judged(*gaps: float, rounding: float = 1.0) -> tuple[float | None, Mock]:
 def test_the_trainer_scores_canary_tokens_once_and_compares_each_engine_with_its_own() -> None:
     """The log-prob of token n is -n. Both engines answer the first prompt alike, and not the second one."""
 
-    def minus_ids(tokens: TokenBatch) -> torch.Tensor:
+    def minus_ids(tokens: Ragged[TokenBatch]) -> torch.Tensor:
         return -tokens.responses.float()
 
     first, second = sample(0, [3, 4], 1, [-3.0, -4.0]), sample(1, [5, 6], 1, [-5.0, -6.0])
     publisher = publisher_of([[first, second], [first, sample(1, [8, 6], 1, [-8.0, -6.0])]], minus_ids)
     publish(publisher, num_prompts=2)
     (call,) = publisher._services.actor.compute_log_probs.call_args_list
-    assert sorted(call.args[0].responses.tolist()) == [[3, 4], [5, 6], [8, 6]]
+    assert sorted(whole(call.args[0]).responses.tolist()) == [[3, 4], [5, 6], [8, 6]]
     swapped = publisher_of([[first, second], [first, sample(1, [8, 6], 1, [-5.0, -6.0])]], minus_ids)
     with pytest.raises(SyncProofError, match=r"rollout engine 1 at weight version 1: .* it is 0\.75"):
         publish(swapped, num_prompts=2)

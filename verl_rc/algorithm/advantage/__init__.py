@@ -8,6 +8,7 @@ from verl_rc.algorithm.advantage.inputs import (
     register_advantage_estimator,
     resolve_advantage_estimator,
 )
+from verl_rc.algorithm.advantage.returns import whitened
 from verl_rc.algorithm.advantage.reward_shaping import apply_kl_in_reward, episode_scores
 
 __all__ = [
@@ -19,4 +20,5 @@ __all__ = [
     "episode_scores",
     "register_advantage_estimator",
     "resolve_advantage_estimator",
+    "whitened",
 ]

@@ -14,6 +14,7 @@ from verl_rc.algorithm.advantage.inputs import (
     make_groups,
     resolve_advantage_estimator,
 )
+from verl_rc.algorithm.advantage.returns import whitened
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS
 
 
@@ -34,6 +35,8 @@ def compute_advantages(  # noqa: PLR0913 - a public entry point, called with key
     old_log_probs: Tensor | None = None,
     sum_pi_squared: Tensor | None = None,
     rollout_is_weights: Tensor | None = None,
+    *,
+    is_whole: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Compute advantages and returns of a whole batch, without gradient.
 
@@ -60,6 +63,7 @@ def compute_advantages(  # noqa: PLR0913 - a public entry point, called with key
         old_log_probs: [B, T], nats; needed by the optimal token baselines.
         sum_pi_squared: [B, T]; Σ_v π(v)²; needed by the optimal token baselines.
         rollout_is_weights: [B, T]; used by the optimal token baselines.
+        is_whole: whether these rows are the whole batch; False leaves ``whitened`` to the caller.
 
     Returns:
         Advantages [B, T] and returns [B, T], in units of reward unless the estimator normalises.
@@ -80,7 +84,7 @@ def compute_advantages(  # noqa: PLR0913 - a public entry point, called with key
             f"compares groups; got {name!r} {'without' if group_ids is None else 'with'} group_ids. Set "
             "algorithm.rollout_correction.rejected_in_group_baseline=include"
         )
-    mask = response_mask.bool()
+    mask, whitens = response_mask.bool(), spec is not None and spec.whitens
     groups = None if group_ids is None else make_groups(group_ids, mask.any(dim=-1))
     if included_rows is not None and groups is not None:
         mask, groups = _included(mask, groups, included_rows.bool())
@@ -102,7 +106,8 @@ def compute_advantages(  # noqa: PLR0913 - a public entry point, called with key
         credits_turns=turn_credit == "turn",
     )
     with torch.no_grad():
-        return resolve_advantage_estimator(name)(inputs)
+        estimated = resolve_advantage_estimator(name)(inputs)
+        return whitened(*estimated, mask) if whitens and is_whole else estimated
 
 
 def _included(mask: Tensor, groups: Groups, included: Tensor) -> tuple[Tensor, Groups]:

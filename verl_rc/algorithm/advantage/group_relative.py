@@ -15,7 +15,7 @@ from verl_rc.algorithm.advantage.inputs import (
     required_groups,
 )
 from verl_rc.algorithm.advantage.returns import ResponseOrder, returns_to_go, zero_nonfinite_outside
-from verl_rc.tensor_ops import in_row_blocks, is_rounding, masked_whiten
+from verl_rc.tensor_ops import is_rounding
 from verl_rc.tensor_ops.masked import turn_numbers
 
 STD_EPSILON = 1e-6
@@ -28,10 +28,8 @@ def row_scores(inputs: AdvantageInputs) -> Tensor:
     Rewards outside the response (a score written on a tool's output) count; NaN and infinities there do not.
     """
 
-    def block_scores(rewards: Tensor, mask: Tensor) -> Tensor:
-        return zero_nonfinite_outside(rewards, mask).sum(dim=-1, dtype=torch.float64)
-
-    return in_row_blocks(block_scores, inputs.token_level_rewards, inputs.response_mask)
+    rewards = zero_nonfinite_outside(inputs.token_level_rewards, inputs.response_mask)
+    return rewards.sum(dim=-1, dtype=torch.float64)
 
 
 def group_scores(inputs: AdvantageInputs, groups: Groups) -> Tensor:
@@ -114,9 +112,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tenso
     Returns:
         Advantages and returns, equal, dimensionless, [B, T].
     """
-    centred, _ = _compared(_centred, inputs, "reinforce_plus_plus_baseline")
-    advantages = masked_whiten(centred, inputs.response_mask)
-    return advantages, advantages
+    return _compared(_centred, inputs, "reinforce_plus_plus_baseline")
 
 
 @register_advantage_estimator("opo")
@@ -181,9 +177,7 @@ def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
         for part in parts.to(torch.float64).unbind(dim=-1)
     ]
     total = torch.stack([weight * part for weight, part in zip(weights, normalised, strict=True)]).sum(dim=0)
-    summed, _ = _broadcast_over_tokens(total, inputs)
-    advantages = masked_whiten(summed, inputs.response_mask)
-    return advantages, advantages
+    return _broadcast_over_tokens(total, inputs)
 
 
 def _compared(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.algorithm.advantage.inputs import AdvantageInputs, register_advantage_estimator, required
-from verl_rc.tensor_ops import in_row_blocks, masked_whiten
+from verl_rc.tensor_ops import masked_whiten
 
 _CHUNK = 64
 
@@ -87,21 +87,20 @@ def discounted_suffix_sums(terms: Tensor, discount: float) -> Tensor:
 
 @register_advantage_estimator("gae")
 def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv:1506.02438) over response tokens, whitened over the batch.
+    """Generalised advantage estimation (arXiv:1506.02438) over response tokens, whitened over the batch
+    afterwards.
 
     δ_t = r_t + γ V_{t+1} − V_t and A_t = δ_t + γ λ A_{t+1}, where t + 1 is the row's next *response* token:
-    tokens between turns are no decisions of the policy. After the last one V and A are 0. The returns A + V
-    are taken before whitening; whitening uses every response token.
+    tokens between turns are no decisions of the policy. After the last one V and A are 0.
 
     Returns:
-        Advantages, dimensionless, and returns, in units of reward, [B, T].
+        Advantages and returns A + V, in units of reward, [B, T].
     """
     values = required(inputs.values, "values", "gae")
     returns = generalised_returns(
         inputs.token_level_rewards, values, inputs.response_mask, inputs.gamma, inputs.lam
     )
-    advantages = returns - values.where(inputs.response_mask, 0)
-    return masked_whiten(advantages, inputs.response_mask, minuends=returns), returns
+    return returns - values.where(inputs.response_mask, 0), returns
 
 
 def generalised_returns(
@@ -120,29 +119,25 @@ def generalised_returns(
         [B, T], in units of reward; summed in float64.
     """
 
-    def block_returns(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        order = ResponseOrder.from_mask(mask)
-        packed_values = order.pack(values).to(torch.float64)
-        residuals = order.pack_rewards(rewards) - packed_values
-        residuals[:, :-1] += gamma * packed_values[:, 1:]
-        packed_returns = discounted_suffix_sums(residuals, gamma * lam).add_(packed_values)
-        return order.unpack(packed_returns.to(rewards.dtype))
-
-    return in_row_blocks(block_returns, rewards, values, response_mask)
+    order = ResponseOrder.from_mask(response_mask)
+    packed_values = order.pack(values).to(torch.float64)
+    residuals = order.pack_rewards(rewards) - packed_values
+    residuals[:, :-1] += gamma * packed_values[:, 1:]
+    packed_returns = discounted_suffix_sums(residuals, gamma * lam).add_(packed_values)
+    return order.unpack(packed_returns.to(rewards.dtype))
 
 
 @register_advantage_estimator("reinforce_plus_plus")
 def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Whitened discounted returns-to-go (REINFORCE++, arXiv:2501.03262).
+    """Discounted returns-to-go (REINFORCE++, arXiv:2501.03262), whitened over the batch afterwards.
 
-    G_t = r_t + γ G_{t+1}, where t + 1 is the row's next response token; A = G whitened over the batch's
-    response tokens.
+    A_t = G_t = r_t + γ G_{t+1}, where t + 1 is the row's next response token.
 
     Returns:
-        Advantages, dimensionless, and returns G, in units of reward, [B, T].
+        Advantages and returns G, in units of reward, [B, T].
     """
     returns = returns_to_go(inputs.token_level_rewards, inputs.response_mask, inputs.gamma)
-    return masked_whiten(returns, inputs.response_mask), returns
+    return returns.clone(), returns
 
 
 @register_advantage_estimator("remax")
@@ -178,9 +173,13 @@ def returns_to_go(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tenso
         [B, T], in units of reward; summed in float64.
     """
 
-    def block_returns(rewards: Tensor, mask: Tensor) -> Tensor:
-        order = ResponseOrder.from_mask(mask)
-        packed = discounted_suffix_sums(order.pack_rewards(rewards).to(torch.float64), gamma)
-        return order.unpack(packed.to(rewards.dtype))
+    order = ResponseOrder.from_mask(response_mask)
+    packed = discounted_suffix_sums(order.pack_rewards(rewards).to(torch.float64), gamma)
+    return order.unpack(packed.to(rewards.dtype))
 
-    return in_row_blocks(block_returns, rewards, response_mask)
+
+def whitened(advantages: Tensor, returns: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Advantages of a whole batch, whitened over ``mask`` (bool), and returns; all of one shape. Returns that
+    are the advantages stay so."""
+    centred = masked_whiten(advantages, mask, minuends=returns)
+    return centred, centred if returns is advantages else returns

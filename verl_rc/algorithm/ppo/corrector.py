@@ -6,6 +6,7 @@ from rollout and current policy, mini-batch by mini-batch during the update. ``c
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor
 
@@ -16,9 +17,11 @@ from verl_rc.algorithm.ppo.in_actor import (
     OverRanks,
 )
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction import CorrectionResult, compute_rollout_correction
+from verl_rc.correction import CorrectionResult, SequenceContext, correct_rows
 from verl_rc.records.batches import PolicyEvaluations, RolloutBatch
+from verl_rc.records.ragged import Ragged
 from verl_rc.records.scored_batch import ScoredBatch
+from verl_rc.tensor_ops.masked import group_numbers
 
 _STEPS_BETWEEN_COMPARISONS = 50
 
@@ -29,44 +32,46 @@ class InDriver:
 
     config: RolloutCorrectionConfig
     """With the threshold of the step."""
-    by_age: bool
+    by_age: bool = False
     """The gap is measured by age of tokens, too."""
+    by_turn: bool = False
+    """With full diagnostics the gap is measured by turn, too."""
 
     def evaluates_proximal(self, step: int) -> bool:
         """Whether log-probs of the proximal policy are computed before the updates of ``step``."""
         del step
         return True
 
-    def log_probs_for_rewards(self, rollouts: RolloutBatch, evaluations: PolicyEvaluations) -> Tensor:
-        """float32 ``[B, R]``: log-probs of the policy before the update, for rewards and baselines."""
+    def log_probs_for_rewards(
+        self, rollouts: Ragged[RolloutBatch], evaluations: Ragged[PolicyEvaluations]
+    ) -> Tensor:
+        """float32 ``[N]``: log-probs of the policy before the update, for rewards and baselines."""
         del rollouts
         return _proximal(evaluations)
 
     def before_update(
         self,
         scored: ScoredBatch,
-        evaluations: PolicyEvaluations,
+        evaluations: Ragged[PolicyEvaluations],
         advantages: Tensor | None,
         current_version: int,
     ) -> CorrectionResult | None:
         """Correct the batch; None where the actor corrects. ``current_version`` is that of the proximal
         policy, from which ages of tokens count."""
         rollouts = scored.rollouts
-        return compute_rollout_correction(
-            _proximal(evaluations),
-            rollouts.rollout_log_probs,
-            rollouts.comparable_mask,
-            self.config,
-            advantages=advantages,
-            group_ids=rollouts.group_ids,
+        context = SequenceContext(
+            group_slots=group_numbers(rollouts.group_ids, rollouts.group_ids.device),
             policy_versions=rollouts.policy_versions if self.by_age else None,
+            current_version=current_version,
+            advantages=advantages,
             scores=scored.scores,
             entropies=evaluations.entropies,
             sum_pi_squared=evaluations.sum_pi_squared,
             varentropies=evaluations.varentropies,
             engines=rollouts.engines,
-            current_version=current_version,
+            by_turn=self.by_turn,
         )
+        return correct_rows(rollouts, self.config, _proximal(evaluations), context)
 
     def during_update(self, policy_version: int, num_updates: int, ranks: OverRanks) -> MiniBatchCorrection:
         """The correction of the update's mini-batches on one rank.
@@ -84,22 +89,26 @@ class InActor:
 
     config: RolloutCorrectionConfig
     """With the threshold of the step."""
-    by_age: bool
+    by_age: bool = False
     """The gap is measured by age of tokens, too."""
+    by_turn: bool = False
+    """With full diagnostics the gap is measured by turn, too."""
 
     def evaluates_proximal(self, step: int) -> bool:
         """True where the proximal policy is interpolated, in every 50th step, for a comparison."""
         return self.config.proximal == "interpolate" and step % _STEPS_BETWEEN_COMPARISONS == 0
 
-    def log_probs_for_rewards(self, rollouts: RolloutBatch, evaluations: PolicyEvaluations) -> Tensor:
+    def log_probs_for_rewards(
+        self, rollouts: Ragged[RolloutBatch], evaluations: Ragged[PolicyEvaluations]
+    ) -> Tensor:
         """The log-probs of the rollout policy, in every step."""
         del evaluations
-        return rollouts.rollout_log_probs
+        return cast(Tensor, rollouts.rollout_log_probs)
 
     def before_update(
         self,
         scored: ScoredBatch,
-        evaluations: PolicyEvaluations,
+        evaluations: Ragged[PolicyEvaluations],
         advantages: Tensor | None,
         current_version: int,
     ) -> None:
@@ -109,19 +118,21 @@ class InActor:
     def during_update(self, policy_version: int, num_updates: int, ranks: OverRanks) -> MiniBatchCorrection:
         """Correct every micro-batch by its current log-probs."""
         compares = self.evaluates_proximal(policy_version + 1)
-        return ActorCorrection(self.config, self.by_age, policy_version, num_updates, ranks, compares)
+        return ActorCorrection(
+            self.config, self.by_age, self.by_turn, policy_version, num_updates, ranks, compares
+        )
 
 
 Corrector = InDriver | InActor
 
 
-def corrector_of(config: RolloutCorrectionConfig, by_age: bool = False) -> Corrector:
-    """Who corrects in a run. With ``by_age``, and with full diagnostics, the gap is measured by age of
-    tokens, too."""
-    kind = InDriver if config.mode == "decoupled" else InActor
-    return kind(config, by_age or config.diagnostics == "full")
+def corrector_of(config: RolloutCorrectionConfig, by_age: bool = False, by_turn: bool = False) -> Corrector:
+    """Who corrects in a run. The gap is measured by age of tokens where they have several, and by turn where
+    there are several."""
+    return (InDriver if config.mode == "decoupled" else InActor)(config, by_age, by_turn)
 
 
-def _proximal(evaluations: PolicyEvaluations) -> Tensor:
-    assert evaluations.proximal_log_probs is not None  # evaluates_proximal, in every step
-    return evaluations.proximal_log_probs
+def _proximal(evaluations: Ragged[PolicyEvaluations]) -> Tensor:
+    log_probs: Tensor | None = evaluations.proximal_log_probs
+    assert log_probs is not None  # evaluates_proximal, in every step
+    return log_probs

@@ -92,6 +92,7 @@ class ActorCorrection:
         self,
         config: RolloutCorrectionConfig,
         by_age: bool,
+        by_turn: bool,
         policy_version: int,
         updates_per_step: int,
         ranks: OverRanks,
@@ -106,6 +107,7 @@ class ActorCorrection:
         """The part of ``Measured.before_update`` that is known so far."""
         self._config = config
         self._by_age = by_age
+        self._by_turn = by_turn
         self._policy_version = policy_version
         self._updates_per_step = updates_per_step
         self._ranks = ranks
@@ -181,7 +183,9 @@ class ActorCorrection:
             )
             log_probs = batch.old_log_probs
         version = self._policy_version if self._by_age else None
-        return corrected_current(batch, log_probs, self._config, version, self._measured_first)
+        return corrected_current(
+            batch, log_probs, self._config, version, self._measured_first, by_turn=self._by_turn
+        )
 
     def end_mini_batch(self, share: MiniBatch, num_updates: int) -> int:
         """End a mini-batch; returns the number of its tokens, over all ranks, in the loss. Collective.
@@ -241,6 +245,8 @@ def corrected_current(
     config: RolloutCorrectionConfig,
     policy_version: int | None,
     mini_batch: CorrectionStatistics | None = None,
+    *,
+    by_turn: bool = True,
 ) -> tuple[TrainBatch, CorrectionStatistics]:
     """The micro-batch with ``loss_mask`` and weights by the ratio of ``log_probs`` to the batch's rollout
     log-probs, and mergeable statistics of that ratio.
@@ -255,6 +261,7 @@ def corrected_current(
         current_version=policy_version,
         advantages=batch.advantages,
         scores=batch.scores,
+        by_turn=by_turn,
     )
     result = correct_sequences(
         log_probs, batch.rollout_log_probs, batch.comparable_mask, config, context, mini_batch
@@ -273,6 +280,7 @@ def measure_signatures(batch: TrainBatch, current: TokenScores) -> CorrectionSta
         sum_pi_squared=current.sum_pi_squared,
         varentropies=current.varentropies,
         engines=batch.engines,
+        by_turn=False,
     )
     config = RolloutCorrectionConfig(diagnostics="full")
     return measure(current.log_probs, batch.rollout_log_probs, batch.comparable_mask, config, context)

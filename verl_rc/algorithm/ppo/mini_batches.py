@@ -30,8 +30,8 @@ class MiniBatch:
 
 
 def plan_mini_batches(
-    response_mask: Tensor,
-    loss_mask: Tensor,
+    response_tokens: Tensor,
+    loss_tokens: Tensor,
     *,
     rows_per_mini_batch: int,
     epochs: int,
@@ -39,28 +39,27 @@ def plan_mini_batches(
     seed: int,
     denominator: RejectionDenominator = "original",
 ) -> list[MiniBatch]:
-    """Mini-batches of all epochs, in the order they are trained on; both masks are bool ``[B, R]``.
+    """Mini-batches of all epochs, in the order they are trained on.
 
     Counts are taken here, over the whole mini-batch, so that micro-batches and ranks cannot change what a
     loss is divided by. Raises ``ValueError`` when the rows do not divide into mini-batches.
 
     Args:
-        response_mask: Response tokens.
-        loss_mask: Those that rollout correction kept.
+        response_tokens: int ``[B]``, response tokens of each row.
+        loss_tokens: int ``[B]``, those that rollout correction kept.
         rows_per_mini_batch: ``ppo_mini_batch_size`` prompts times samples per prompt.
         epochs: Passes over the train batch.
         shuffle: Draw a new order of rows in each pass.
         seed: Seed of that order.
-        denominator: ``original``: all response tokens count; ``kept``: only those of ``loss_mask``.
+        denominator: ``original``: all response tokens count; ``kept``: only the latter.
     """
-    num_rows = response_mask.shape[0]
+    num_rows = len(response_tokens)
     if num_rows % rows_per_mini_batch:
         raise ValueError(
             f"a train batch must hold a multiple of {rows_per_mini_batch} rows (mini-batch size x samples), "
             f"got {num_rows}."
         )
-    denominator_mask = loss_mask if denominator == "kept" else response_mask
-    denominator_tokens, loss_tokens = denominator_mask.sum(-1), loss_mask.sum(-1)
+    denominator_tokens = loss_tokens if denominator == "kept" else response_tokens
     order = random.Random(seed)
     plan = []
     for _ in range(epochs):

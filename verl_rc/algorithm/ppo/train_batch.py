@@ -1,33 +1,41 @@
 """Building the batch that the actor trains on, from scored rollouts and the models' evaluations."""
 
+import sys
 from dataclasses import dataclass
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from verl_rc.algorithm.advantage import apply_kl_in_reward, compute_advantages
+from verl_rc.algorithm.advantage import apply_kl_in_reward, compute_advantages, whitened
 from verl_rc.algorithm.ppo.corrector import Corrector
 from verl_rc.algorithm.ppo.in_actor import Measured
 from verl_rc.config.algorithm import AlgorithmConfig
-from verl_rc.correction import CorrectionResult, compute_rollout_correction
-from verl_rc.records.batches import CriticBatch, PolicyEvaluations, RolloutBatch, TrainBatch
+from verl_rc.config.algorithms import EstimatorInput
+from verl_rc.correction import CorrectionResult, SequenceContext, correct_rows
+from verl_rc.records.batches import CriticBatch, PolicyEvaluations, TrainBatch
+from verl_rc.records.ragged import Ragged
 from verl_rc.records.scored_batch import ScoredBatch
+
+_ELEMENTS = 1 << 18
+"""Places ``[b, t]`` of a block of rows that is padded at once."""
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The inputs of a step's updates, and what they were computed from."""
+    """The inputs of a step's updates, and what they were computed from: ``B`` rows, ``N`` response tokens."""
 
     scored: ScoredBatch
-    evaluations: PolicyEvaluations
-    batch: TrainBatch
+    evaluations: Ragged[PolicyEvaluations]
+    batch: Ragged[TrainBatch]
     """The batch for the actor."""
     correction: CorrectionResult | None
-    """Rollout correction in the driver. None where the actor corrects."""
+    """Rollout correction in the driver, with columns ``[N]``. None where the actor corrects."""
     rewards: Tensor
-    """float32 ``[B, R]``: token-level rewards, after the KL penalty."""
+    """float64 ``[B]``: sums of the token-level rewards, after the KL penalty."""
     returns: Tensor
-    """float32 ``[B, R]``: regression targets of the critic, in units of reward."""
+    """float32 ``[N]``: regression targets of the critic, in units of reward."""
     reward_kl: float | None
     """Penalised divergence from the reference policy, mean over rows of their token mean, nats; None without
     ``algorithm.use_kl_in_reward``."""
@@ -48,7 +56,7 @@ class StepInputs:
 
 def build_train_batch(
     scored: ScoredBatch,
-    evaluations: PolicyEvaluations,
+    evaluations: Ragged[PolicyEvaluations],
     algorithm: AlgorithmConfig,
     corrector: Corrector,
     kl_coef: float,
@@ -66,35 +74,22 @@ def build_train_batch(
     """
     rollouts = scored.rollouts
     old_log_probs = corrector.log_probs_for_rewards(rollouts, evaluations)
-    rewards, reward_kl = _rewards(scored, old_log_probs, evaluations, algorithm, kl_coef)
-    weights = _weights_for_baseline(rollouts, old_log_probs, algorithm, corrector)
-
-    def estimate_advantages(included_rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        return compute_advantages(
-            algorithm.adv_estimator,
-            rewards,
-            rollouts.response_mask,
-            group_ids=rollouts.group_ids,
-            values=evaluations.critic_values,
-            included_rows=included_rows,
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-            turn_credit=algorithm.turn_credit,
-            reward_baselines=scored.reward_baselines,
-            component_scores=scored.component_scores,
-            component_weights=algorithm.gdpo_reward_weights,
-            old_log_probs=old_log_probs,
-            sum_pi_squared=evaluations.sum_pi_squared,
-            rollout_is_weights=weights,
-        )
+    weights = None
+    if corrector.config.rollout_is is not None and algorithm.estimator_reads("rollout_is_weights"):
+        # Weights do not depend on advantages, so that a baseline can read them. Rejection rules that do get
+        # advantages of 0, and their result is not used.
+        config = corrector.config.model_copy(update={"diagnostics": "core"})
+        none = torch.zeros_like(old_log_probs)
+        weights = correct_rows(rollouts, config, old_log_probs, SequenceContext(advantages=none)).weights
+    estimate = partial(_estimate, scored, evaluations, algorithm, kl_coef, old_log_probs, weights)
 
     if corrector.config.rejected_in_group_baseline == "exclude":
         correction = corrector.before_update(scored, evaluations, None, current_version)
-        advantages, returns = estimate_advantages(None if correction is None else ~correction.rejected_rows)
+        estimated = estimate(None if correction is None else ~correction.rejected_rows)
     else:
-        advantages, returns = estimate_advantages(None)
-        correction = corrector.before_update(scored, evaluations, advantages, current_version)
+        estimated = estimate(None)
+        correction = corrector.before_update(scored, evaluations, estimated[0], current_version)
+    advantages, returns, rewards, divergence = estimated
     loss_mask = rollouts.comparable_mask
     if correction is not None:
         loss_mask = loss_mask & correction.keep_mask
@@ -102,85 +97,118 @@ def build_train_batch(
         loss_mask = loss_mask & (current_version - rollouts.policy_versions <= max_token_age)
     finished = rollouts.finished if algorithm.mask_truncated_responses else None
     if finished is not None:
-        loss_mask = loss_mask & finished[:, None]
+        loss_mask = loss_mask & rollouts.at_tokens(finished)
     proximal = evaluations.proximal_log_probs
-    batch = TrainBatch(
-        tokens=rollouts.tokens,
-        response_mask=rollouts.response_mask,
+    batch = rollouts.become(
+        TrainBatch,
+        **{name: column for name, column in evaluations.columns.items() if name.startswith(_FROZEN)},
         loss_mask=loss_mask,
         advantages=advantages,
         old_log_probs=old_log_probs if proximal is None else proximal,
-        rollout_log_probs=rollouts.rollout_log_probs,
-        policy_versions=rollouts.policy_versions,
         scores=scored.scores,
         rollout_is_weights=None if correction is None else correction.weights,
-        reference_log_probs=evaluations.reference_log_probs,
-        teacher_log_probs=evaluations.teacher_log_probs,
-        teacher_top_ids=evaluations.teacher_top_ids,
-        teacher_top_log_probs=evaluations.teacher_top_log_probs,
-        engines=rollouts.engines,
         finished=finished,
-        batch_size=rollouts.batch_size,
     )
+    reward_kl = None
+    if algorithm.use_kl_in_reward:
+        answered = rollouts.row_sums(rollouts.response_mask) > 0
+        reward_kl = float(divergence[answered].double().mean()) if bool(answered.any()) else 0.0
     return StepInputs(scored, evaluations, batch, correction, rewards, returns, reward_kl)
 
 
-def _weights_for_baseline(
-    rollouts: RolloutBatch, old_log_probs: Tensor, algorithm: AlgorithmConfig, corrector: Corrector
-) -> Tensor | None:
-    """Importance weights ``[B, R]`` for a baseline that reads them. None for other baselines, and where
-    correction has no weights.
-
-    Weights do not depend on advantages, so that they can be computed first. Rejection rules that do get
-    advantages of 0, and their result is not used.
-    """
-    if corrector.config.rollout_is is None or not algorithm.estimator_reads("rollout_is_weights"):
-        return None
-    return compute_rollout_correction(
-        old_log_probs,
-        rollouts.rollout_log_probs,
-        rollouts.comparable_mask,
-        corrector.config.model_copy(update={"diagnostics": "core"}),
-        advantages=torch.zeros_like(old_log_probs),
-    ).weights
+_FROZEN = ("reference_", "teacher_")
+"""Prefixes of what policies that only score say of tokens."""
 
 
-def critic_batch(inputs: StepInputs) -> CriticBatch:
+def _estimate(
+    scored: ScoredBatch,
+    evaluations: Ragged[PolicyEvaluations],
+    algorithm: AlgorithmConfig,
+    kl_coef: float,
+    old_log_probs: Tensor,
+    weights: Tensor | None,
+    included_rows: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Advantages and returns ``[N]``, the sum of each row's rewards and its divergence from the reference
+    policy ``[B]``; of some whole groups at once where the estimator looks at no more."""
+    rollouts, spec = scored.rollouts, algorithm.estimator
+    # Rows that are left out are left out of whitening, too.
+    is_whole = spec is None or spec.spans_batch or (spec.whitens and included_rows is not None)
+    blocks = rollouts.blocks(sys.maxsize if is_whole else _ELEMENTS, rollouts.group_ids)
+    columns: dict[EstimatorInput, Tensor | None] = {
+        "values": evaluations.critic_values,
+        "old_log_probs": old_log_probs,
+        "sum_pi_squared": evaluations.sum_pi_squared,
+        "rollout_is_weights": weights,
+    }
+    by_block = []
+    for rows in blocks:
+        mask = cast(Tensor, rollouts.pad(rollouts.response_mask, rows))
+        rewards, divergence = _rewards(scored, evaluations, old_log_probs, algorithm, kl_coef, rows, mask)
+        advantages, returns = compute_advantages(
+            algorithm.adv_estimator,
+            rewards,
+            mask,
+            group_ids=rollouts.group_ids[rows],
+            included_rows=None if included_rows is None else included_rows[rows],
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+            turn_credit=algorithm.turn_credit,
+            reward_baselines=None if scored.reward_baselines is None else scored.reward_baselines[rows],
+            component_scores=None if scored.component_scores is None else scored.component_scores[rows],
+            component_weights=algorithm.gdpo_reward_weights,
+            **{
+                name: rollouts.pad(column, rows)
+                for name, column in columns.items()
+                if spec is None or name in spec.inputs
+            },
+            is_whole=is_whole,
+        )
+        by_block.append((advantages, returns, rewards.sum(dim=-1), divergence))
+    by_field = [list(values) for values in zip(*by_block, strict=True)]
+    order = torch.tensor([row for rows in blocks for row in rows]).argsort()
+    advantages = returns = rollouts.flattened(blocks, by_field[0])
+    if any(one is not other for one, other, *_ in by_block):
+        returns = rollouts.flattened(blocks, by_field[1])
+    if not is_whole and spec is not None and spec.whitens:
+        advantages, returns = whitened(advantages, returns, rollouts.response_mask)
+    return advantages, returns, *(torch.cat(values)[order] for values in by_field[2:])
+
+
+def critic_batch(inputs: StepInputs) -> Ragged[CriticBatch]:
     """The training batch of the critic in the same step."""
-    batch, values = inputs.batch, inputs.evaluations.critic_values
-    assert values is not None
-    return CriticBatch(
-        tokens=batch.tokens.without("experts", "head"),
-        response_mask=batch.response_mask,
-        critic_values=values,
-        returns=inputs.returns,
-        batch_size=batch.batch_size,
+    values = inputs.evaluations.critic_values
+    return inputs.batch.without("experts", "head").become(
+        CriticBatch, critic_values=values, returns=inputs.returns
     )
 
 
 def _rewards(
     scored: ScoredBatch,
+    evaluations: Ragged[PolicyEvaluations],
     old_log_probs: Tensor,
-    evaluations: PolicyEvaluations,
     algorithm: AlgorithmConfig,
     kl_coef: float,
-) -> tuple[Tensor, float | None]:
+    rows: list[int],
+    response_mask: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Rewards of tokens ``[b, t]`` of some rows with this ``response_mask``, and the divergence of each row
+    from the reference policy ``[b]``, 0 where it is not penalised."""
     rollouts, spec = scored.rollouts, algorithm.estimator
-    by_turn = None if spec is not None and spec.subtracts_total else rollouts.turn_rewards
-    outcome = token_rewards(scored.scores, by_turn, rollouts.response_mask)
+    subtracts = spec is not None and spec.subtracts_total
+    by_turn = None if subtracts else rollouts.pad(rollouts.turn_rewards, rows)
+    outcome = token_rewards(scored.scores[rows], by_turn, response_mask)
     if not algorithm.use_kl_in_reward:
-        return outcome, None
-    assert evaluations.reference_log_probs is not None
-    rewards, divergence = apply_kl_in_reward(
+        return outcome, torch.zeros(len(rows))
+    return apply_kl_in_reward(
         outcome,
-        old_log_probs,
-        evaluations.reference_log_probs,
-        rollouts.response_mask,
+        cast(Tensor, rollouts.pad(old_log_probs, rows)),
+        cast(Tensor, rollouts.pad(evaluations.reference_log_probs, rows)),
+        response_mask,
         kl_coef,
         algorithm.kl_penalty,
     )
-    answered = rollouts.response_mask.any(dim=-1)
-    return rewards, float(divergence[answered].double().mean()) if bool(answered.any()) else 0.0
 
 
 def token_rewards(scores: Tensor, turn_rewards: Tensor | None, response_mask: Tensor) -> Tensor:

@@ -227,7 +227,7 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "token_age_mean",
         "steps",
-        "mean over tokens of the age",
+        "mean over tokens of the age, in asynchronous runs",
         (0, 4),
     ),
     (

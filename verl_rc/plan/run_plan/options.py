@@ -275,11 +275,7 @@ def asynchrony_warnings(config: RunConfig) -> Iterator[str]:
             "larger by 1 is as fast, and trains on all of them."
         )
     estimator = config.algorithm.estimator
-    if (
-        options.trigger_parameter_sync_step > 1
-        and estimator is not None
-        and "whitened over the batch" in estimator.formula
-    ):
+    if options.trigger_parameter_sync_step > 1 and estimator is not None and estimator.whitens:
         yield (
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} whitens over the batch, which is that "
             f"of one step: {config.data.train_batch_size} prompts, not those of all "

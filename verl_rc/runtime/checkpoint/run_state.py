@@ -1,7 +1,7 @@
 """The driver's part of a checkpoint, and the settings that a resumed run must not change."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,9 @@ class SupplyState:
     failed: FailedGroups = field(default_factory=FailedGroups)
     drawn: tuple[tuple[int, int], ...] = ()
     """Epoch and row index of the prompts that were drawn and not admitted yet."""
-    groups: dict[str, Any] = field(default_factory=dict)
-    """Open groups, packed (``verl_rc.records.groups.pack``): a separate file holds them."""
+    groups: Callable[[], dict[str, Any]] = dict
+    """Packs the open groups (``verl_rc.records.groups.pack``), which only a checkpoint needs: a separate file
+    holds them."""
     filtered_since_batch: int = 0
     """Groups that were filtered since the last batch was complete, for ``filter_groups.max_num_gen_batches``.
     """
@@ -44,7 +45,7 @@ class SupplyState:
     @property
     def num_groups(self) -> int:
         """Open groups."""
-        return len(self.groups.get("groups", ()))
+        return len(self.groups().get("groups", ()))
 
 
 FORMAT_VERSION = 9
@@ -178,7 +179,7 @@ class SavedRun:
         state = asdict(self.state)
         tensors = {LOADER_FILE: state.pop("prompts")}
         if state["supply"] is not None:
-            tensors[GROUPS_FILE] = state["supply"].pop("groups")
+            tensors[GROUPS_FILE] = state["supply"].pop("groups")()
         for name, value in tensors.items():
             try:
                 torch.save(value, folder / name)
@@ -236,7 +237,7 @@ class SavedRun:
         state = replace(state, prompts=read_tensors(folder / LOADER_FILE, "a loader's state"))
         if state.supply is not None:
             groups = read_tensors(folder / GROUPS_FILE, "groups in flight")
-            state = replace(state, supply=replace(state.supply, groups=groups))
+            state = replace(state, supply=replace(state.supply, groups=lambda: groups))
         return cls(state, plain["config"], plain["num_ranks"])
 
 

@@ -6,13 +6,14 @@ from torch import Tensor
 
 from verl_rc.config.run import ActorRolloutRefConfig
 from verl_rc.records.batches import RolloutBatch
+from verl_rc.records.ragged import Ragged
 from verl_rc.runtime.exact import InexactError
 
 
 def require_exact(
-    policy: ActorRolloutRefConfig, train: Tensor, rollouts: RolloutBatch, version: int, step: str
+    policy: ActorRolloutRefConfig, train: Tensor, rollouts: Ragged[RolloutBatch], version: int, step: str
 ) -> None:
-    """In exact mode, raise ``InexactError`` unless log-probs ``[B, R]`` that the trainer computed with the
+    """In exact mode, raise ``InexactError`` unless log-probs ``[N]`` that the trainer computed with the
     weights of ``version`` are those of the engine, bit for bit, for every token that was sampled with these.
 
     ``step`` is its name in the message.

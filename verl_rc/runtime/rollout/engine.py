@@ -127,9 +127,11 @@ class Engine(Protocol):
     def cancel(self, numbers: Sequence[int]) -> None:
         """Stop samples, begun or not; ``collect`` still returns those that have ended."""
 
-    def collect(self, at_least: int = 1, wait_seconds: float | None = None) -> Collected:
+    def collect(
+        self, at_least: int = 1, wait_seconds: float | None = None, linger_seconds: float | None = None
+    ) -> Collected:
         """Submitted samples that have ended; waits until there are ``at_least`` or ``wait_seconds`` are over
-        (None: no limit)."""
+        (None: no limit). With ``linger_seconds`` this is the limit from the first one on."""
 
     def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
         """Sample one response per request, in order, with priority over submitted samples that have not

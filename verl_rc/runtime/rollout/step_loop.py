@@ -151,12 +151,22 @@ class StepLoop(Generic[S]):
 
         self.post(add)
 
-    def take(self, box: Box, at_least: int = 1, wait_seconds: float | None = None) -> Box:
+    def take(
+        self,
+        box: Box,
+        at_least: int = 1,
+        wait_seconds: float | None = None,
+        linger_seconds: float | None = None,
+    ) -> Box:
         """Empty ``box`` once it holds ``at_least`` responses or ``wait_seconds`` are over (None: no limit).
 
-        Returns number and response of each.
+        With ``linger_seconds`` this is the limit from the first response on. Returns number and response of
+        each.
         """
         with self._changed:
+            if linger_seconds is not None:
+                self._changed.wait_for(lambda: self._failure is not None or box, wait_seconds)
+                wait_seconds = linger_seconds if box else 0.0
             self._changed.wait_for(lambda: self._failure is not None or len(box) >= at_least, wait_seconds)
             if self._failure is not None:
                 raise self._failure

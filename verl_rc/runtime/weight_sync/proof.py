@@ -11,6 +11,8 @@ from verl_rc.config.rollout import RolloutConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionStatistics, measure
 from verl_rc.metrics.bounds import BOUNDS, least_precise
+from verl_rc.records.batches import RolloutBatch
+from verl_rc.records.ragged import Ragged
 from verl_rc.runtime.weight_sync.manifest import Manifest
 from verl_rc.runtime.weight_sync.sender import SendReceipt
 
@@ -84,10 +86,13 @@ class LogProbGap:
     """Number of further tokens with a log-prob that is NaN or infinite."""
 
     @classmethod
-    def between(cls, train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> "LogProbGap | None":
-        """Gap over the True positions of ``mask``; all three are ``[B, R]``. See ``from_statistics``."""
+    def between(cls, train_log_probs: Tensor, rollouts: Ragged[RolloutBatch]) -> "LogProbGap | None":
+        """Gap of ``train_log_probs`` ``[N]`` over the sampled tokens. See ``from_statistics``."""
         config = RolloutCorrectionConfig(diagnostics="core")
-        return cls.from_statistics(measure(train_log_probs, rollout_log_probs, mask, config))
+        train, rollout, mask = (
+            one[None] for one in (train_log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
+        )
+        return cls.from_statistics(measure(train, rollout, mask, config))
 
     @classmethod
     def from_statistics(cls, statistics: CorrectionStatistics | None) -> "LogProbGap | None":

@@ -2,7 +2,7 @@
 totals of their objectives."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from verl_rc.algorithm.ppo.objective import Objective
 from verl_rc.metrics import Mean, Metric, Reduction
 from verl_rc.records.batches import CriticBatch, TokenBatch, TrainBatch
 from verl_rc.records.optimizer_step import OptimizerStep, Outcome
-from verl_rc.records.ragged import Column, Ragged, Record, rows_of
+from verl_rc.records.ragged import Column, Ragged, rows_of
 from verl_rc.runtime.workers.sharded_model import LearningModel
 
 
@@ -73,6 +73,7 @@ class ObjectiveTotals:
 
 
 Batch = TypeVar("Batch", TrainBatch, CriticBatch)
+Part = TypeVar("Part", TokenBatch, TrainBatch, CriticBatch)
 MicroBatches = Sequence[Sequence[int]]
 
 
@@ -136,6 +137,6 @@ def accumulate_gradients(
         totals.add(objective)
 
 
-def on_device(record: Record, device: torch.device) -> Record:
+def on_device(record: Part, device: torch.device) -> Part:
     """The record on ``device``; itself when it is there."""
-    return record if device.type == "cpu" else cast(Record, record.to(device))
+    return record if device.type == "cpu" else record.to(device)

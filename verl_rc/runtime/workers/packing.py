@@ -14,7 +14,8 @@ from verl_rc.metrics import Mean
 from verl_rc.records.batches import TokenBatch, positions_mask
 from verl_rc.records.microbatch import SharedPrefixes
 from verl_rc.records.pictures import Pictures
-from verl_rc.records.shared_prefixes import Column, find_prefixes, token_entries
+from verl_rc.records.ragged import Column
+from verl_rc.records.shared_prefixes import find_prefixes, token_entries
 from verl_rc.runtime.distributed.sequence_parallel import SequenceParallel
 from verl_rc.runtime.workers.packed_layout import Branches, PackedLayout
 from verl_rc.runtime.workers.router_replay import Routes

@@ -1,5 +1,6 @@
 """The group of all engines: distributes requests and returns samples in the order of the requests."""
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,12 +19,21 @@ from verl_rc.runtime.weight_sync.transfer_group import TransferAddress, Transfer
 from verl_rc.runtime.workers.environment import engine_environment
 from verl_rc.trainer.cluster.engine_work import AssignedRequest, EngineWork, num_unfinished
 from verl_rc.trainer.cluster.placement import Placement
-from verl_rc.trainer.cluster.remote import Pending, RemoteProcess, as_completed, wait_for_all
+from verl_rc.trainer.cluster.remote import (
+    Pending,
+    RemoteProcess,
+    as_completed,
+    first_answered,
+    shared,
+    wait_for_all,
+)
 
 _TIMEOUT_KEY = "trainer.hang_timeout_seconds"
 _START_TIMEOUT_KEY = "trainer.ready_timeout_seconds"
 _GRACE_SECONDS = 10.0
 """Time for a live process to notice that a process it communicates with has died."""
+_OPEN_SECONDS, _LINGER_SECONDS = 5.0, 0.05
+"""Longest wait of an engine for the first sample that ends, and then for further ones."""
 _SLOTS = 2
 """Concurrent calls of an engine's process: one may wait for samples while another updates the weights."""
 
@@ -66,6 +76,8 @@ class EngineGroup:
         self._work = EngineWork(len(self._engines))
         self._replaced: set[int] = set()
         """Replaced engines that have not yet received the unfinished samples of their predecessors."""
+        self._open: dict[int, Pending] = {}
+        """The call of ``collect`` that each busy engine has not answered yet."""
         self._submissions: list[dict[int, Pending]] = []
         """Calls of ``submit`` whose answer is still to come."""
         self._process_group_backend = "gloo" if placement.device == "cpu" else "nccl"
@@ -100,6 +112,7 @@ class EngineGroup:
         """
         for engine in engines:
             self._engines[engine].replace()
+            self._open.pop(engine, None)
         self._replaced |= set(engines)
         starts = [
             self._engines[engine].build(self._options.worker, options=self._options) for engine in engines
@@ -111,9 +124,13 @@ class EngineGroup:
             raise EnginesLostError(lost, {})
 
     def wait(
-        self, pending: Mapping[int, Pending], peers: Sequence[Pending] = ()
+        self,
+        pending: Mapping[int, Pending],
+        peers: Sequence[Pending] = (),
+        waited_seconds: float = 0.0,
     ) -> tuple[dict[int, Any], list[Any]]:
-        """Wait for the answers of engines, by number, and of ``peers``, the processes they communicate with.
+        """Wait for the answers of engines, by number, and of ``peers``, the processes they communicate with;
+        ``waited_seconds`` were waited before.
 
         Raises ``EnginesLostError`` when an engine died, or when one did not answer in time and no process
         failed of itself. Failures that follow from an engine's death do not count. In a transfer a hanging
@@ -121,7 +138,8 @@ class EngineGroup:
         failure, preferably one that does not follow from another.
         """
         calls = [*pending.values(), *peers]
-        results = dict(as_completed(calls, self._timeout_seconds, _TIMEOUT_KEY, _GRACE_SECONDS))
+        seconds = max(0.0, self._timeout_seconds - waited_seconds)
+        results = dict(as_completed(calls, seconds, _TIMEOUT_KEY, _GRACE_SECONDS))
         by_engine = {engine: results[call] for engine, call in pending.items()}
         lost = {engine: error for engine, error in by_engine.items() if isinstance(error, ProcessLostError)}
         failures = [
@@ -162,11 +180,11 @@ class EngineGroup:
     def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> dict[int, Pending]:
         """Receive one weight update; each answer is a list of receipts, one per worker of the engine."""
         self._wait_for_submitted()
-        return self._call_each("receive_weights", manifest, bucket_bytes, version)
+        return self._call_each("receive_weights", shared(manifest), bucket_bytes, version)
 
     def stage_weights(self, manifest: Manifest, bucket_bytes: int) -> dict[int, Pending]:
         """Receive one weight update beside the samples that run; it is loaded by ``load_staged``."""
-        return self._call_each("stage_weights", manifest, bucket_bytes)
+        return self._call_each("stage_weights", shared(manifest), bucket_bytes)
 
     def load_staged(self, version: int) -> None:
         """Let each engine load the update as ``version`` once it has ended what was submitted before; does
@@ -193,7 +211,7 @@ class EngineGroup:
 
     def load_bucket(self, handle: BucketHandle) -> None:
         """Load one shared bucket; the ranks may reuse its memory afterwards. Raises ``EnginesLostError``."""
-        self._call_all("load_bucket", handle)
+        self._call_all("load_bucket", shared(handle))
 
     def finish_update(self, version: int) -> list[list[LoadReceipt]]:
         """End the update as ``version``; returns a receipt per worker of each engine. Raises
@@ -272,16 +290,33 @@ class EngineGroup:
     ) -> list[AssignedRequest]:
         """Return the submitted requests that have ended, in the order of submission, each once.
 
-        Every busy engine waits at most ``wait_seconds`` for a quarter of its requests, so that many short
-        samples take few calls.
+        Waits at most ``wait_seconds`` for the first of them. A call to every busy engine stays open until
+        some of its requests have ended, at most a quarter of them, so that many short samples take few
+        calls.
 
         ``replace_lost`` replaces lost engines; the new ones get their unfinished samples. Without
         ``replace_lost`` the loss is raised, and the next ``collect`` after ``replace`` and an update submits
         these samples again.
         """
-        quarters = {engine: -(-count // 4) for engine, count in self._work.num_busy().items()}
-        self._collect(quarters, wait_seconds, replace_lost)
+        self._resubmit_after_losses()
+        for engine, count in self._work.num_busy().items():
+            if engine not in self._open:
+                at_least = -(-count // 4)
+                self._open[engine] = self._call_collect(engine, at_least, _OPEN_SECONDS, _LINGER_SECONDS)
+        self._record_answered(wait_seconds, replace_lost)
         return self._work.take_ended()
+
+    def _record_answered(self, wait_seconds: float, replace_lost: EngineReplacer | None) -> None:
+        """Store what engines have answered to open calls. One that has not answered for too long is lost."""
+        came = first_answered(list(self._open.values()), wait_seconds) if self._open else []
+        ages = {engine: time.time() - call.sent_at for engine, call in self._open.items()}
+        ended = {
+            engine: self._open.pop(engine)
+            for engine, age in ages.items()
+            if self._open[engine] in came or age > self._timeout_seconds
+        }
+        waited = max((ages[engine] for engine in ended), default=0.0)
+        self._record(ended, self._work.record, replace_lost, waited)
 
     def cancel(self, requests: Sequence[AssignedRequest]) -> None:
         """Stop submitted requests: they are neither collected nor submitted again when their engine is
@@ -301,7 +336,9 @@ class EngineGroup:
         busy = self._work.num_busy()
         interruptions = {engine: self._engines[engine].call("interrupted") for engine in busy}
         interrupted = self._record(interruptions, self._work.record_parts, replace_lost)
-        ended = {engine: self._engines[engine].call("collect", 0, 0.0, task="generate") for engine in busy}
+        if self._open:  # they have taken what ended before the update
+            self._record_answered(0.0, replace_lost)
+        ended = {engine: self._call_collect(engine, 0, 0.0) for engine in busy}
         self._record(ended, self._work.record, replace_lost)
         return self._work.take_ended(), interrupted
 
@@ -352,7 +389,14 @@ class EngineGroup:
             self._resubmit_after_losses()
             if self._options.deterministic:
                 self._notify_all("finish", [request.number for request in requests])
-            self._collect(unfinished, None, replace_lost)
+            # An open call may have taken some of them, and ends soon.
+            pending = {
+                engine: self._open.pop(engine)
+                if engine in self._open
+                else self._call_collect(engine, number, None)
+                for engine, number in unfinished.items()
+            }
+            self._record(pending, self._work.record, replace_lost)
         self._work.take(requests)
 
     def _submit(self, requests: Sequence[AssignedRequest]) -> None:
@@ -368,16 +412,8 @@ class EngineGroup:
             }
         )
 
-    def _collect(
-        self, at_least: Mapping[int, int], wait_seconds: float | None, replace_lost: EngineReplacer | None
-    ) -> None:
-        """Wait until each of these engines has finished its number of samples, and store them."""
-        self._resubmit_after_losses()
-        pending = {
-            engine: self._engines[engine].call("collect", number, wait_seconds, task="generate")
-            for engine, number in at_least.items()
-        }
-        self._record(pending, self._work.record, replace_lost)
+    def _call_collect(self, engine: int, *arguments: float | None) -> Pending:
+        return self._engines[engine].call("collect", *arguments, task="generate")
 
     def _resubmit_after_losses(self) -> None:
         """Submit the unfinished samples of lost engines to the engines that replaced them, and let these
@@ -401,13 +437,14 @@ class EngineGroup:
         pending: Mapping[int, Pending],
         record: Callable[[Mapping[int, Any]], None],
         replace_lost: EngineReplacer | None,
+        waited_seconds: float = 0.0,
     ) -> dict[int, Any]:
         """Wait for the answers of engines, ``record`` and return them; those of lost engines are missing.
 
         Without ``replace_lost`` the loss is raised once the other answers are recorded.
         """
         try:
-            answered = self.wait(pending)[0]
+            answered = self.wait(pending, waited_seconds=waited_seconds)[0]
             record(answered)
         except EnginesLostError as error:
             answered = error.answered
@@ -428,7 +465,7 @@ class EngineGroup:
     ) -> list[list[Sample]]:
         """Send all requests to every engine, to compare each engine with the trainer. Raises
         ``EnginesLostError``."""
-        return self._call_all("generate", list(requests), options)
+        return self._call_all("generate", shared(list(requests)), options)
 
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
         answers, _ = self.wait(self._call_each(method, *arguments))

@@ -11,6 +11,7 @@ from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.config.task import RewardModelConfig
 from verl_rc.records.batches import CriticBatch, Timed, TokenBatch, TokenScores, TrainBatch
 from verl_rc.records.microbatch import MicroBatchLimit
+from verl_rc.records.ragged import Ragged
 from verl_rc.runtime.weight_sync.manifest import Manifest
 from verl_rc.runtime.weight_sync.transfer_group import TransferAddress
 from verl_rc.runtime.workers.environment import trainer_environment
@@ -34,29 +35,36 @@ class ActorGroup(RankGroup):
     replays = True
     worker = "verl_rc.runtime.workers.policy_worker:PolicyWorker"
 
-    def compute_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[TokenScores]:
+    def compute_log_probs(
+        self, tokens: Ragged[TokenBatch], limit: MicroBatchLimit
+    ) -> Timed[Ragged[TokenScores]]:
         """Log-probs, entropies and, where needed, sums of squared probabilities and varentropies of all rows,
-        each ``[B, R]``, under the current weights."""
+        each ``[N]``, under the current weights."""
+        names = ("log_probs", "entropies", "sum_pi_squared", "varentropies")
         scores = self.score("compute_log_probs", tokens.without("head"), limit)
-        return scores.map(lambda columns: TokenScores(*columns))
+        return scores.map(
+            lambda columns: tokens.become(TokenScores, **dict(zip(names, columns, strict=False)))
+        )
 
-    def estimate_rounding(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Tensor:
-        """How far rounding moves the log-probs ``[B, R]`` of all rows, nats."""
+    def estimate_rounding(self, tokens: Ragged[TokenBatch], limit: MicroBatchLimit) -> Tensor:
+        """How far rounding moves the log-probs ``[N]`` of all rows, nats."""
         return self.score_one("estimate_rounding", tokens.without("experts", "head"), limit).result
 
-    def compute_reference_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[Tensor]:
-        """Log-probs ``[B, R]`` of all rows with LoRA adapters switched off."""
+    def compute_reference_log_probs(
+        self, tokens: Ragged[TokenBatch], limit: MicroBatchLimit
+    ) -> Timed[Tensor]:
+        """Log-probs ``[N]`` of all rows with LoRA adapters switched off."""
         return self.score_one("compute_reference_log_probs", tokens.without("experts", "head"), limit)
 
     def update(
         self,
-        batch: TrainBatch,
+        batch: Ragged[TrainBatch],
         mini_batches: Sequence[MiniBatch],
         limit: MicroBatchLimit,
         request: UpdateRequest,
     ) -> Timed[ActorReport]:
         """One optimizer step per mini-batch on all ranks. Merges all reports."""
-        arguments = [(*part, request) for part in self.split(batch, mini_batches, limit)]
+        arguments = ((*part, request) for part in self.split(batch, mini_batches, limit))
         return self.call_update(arguments).map(_merged)
 
     def manifest(self, all_tensors: bool) -> Manifest:
@@ -100,13 +108,13 @@ class CriticGroup(RankGroup):
     role = "critic"
     worker = "verl_rc.runtime.workers.critic_worker:CriticWorker"
 
-    def compute_values(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[Tensor]:
-        """Values ``[B, R]`` of all rows."""
+    def compute_values(self, tokens: Ragged[TokenBatch], limit: MicroBatchLimit) -> Timed[Tensor]:
+        """Values ``[N]`` of all rows."""
         return self.score_one("compute_values", tokens.without("experts", "head"), limit)
 
     def update(
         self,
-        batch: CriticBatch,
+        batch: Ragged[CriticBatch],
         mini_batches: Sequence[MiniBatch],
         limit: MicroBatchLimit,
     ) -> Timed[UpdateReport]:
@@ -117,15 +125,16 @@ class CriticGroup(RankGroup):
 class FrozenGroup(RankGroup):
     """All ranks of a policy that only scores."""
 
-    def compute_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[TokenScores]:
+    def compute_log_probs(
+        self, tokens: Ragged[TokenBatch], limit: MicroBatchLimit
+    ) -> Timed[Ragged[TokenScores]]:
         """Log-probs of all rows under the policy; of a teacher, also its most likely tokens where
         the loss reads them."""
 
-        def token_scores(scores: list[Tensor]) -> TokenScores:
-            log_probs, *top = scores
-            # They come as float32, which represents ids below 2^24.
-            top_tokens = {"top_ids": top[0].long(), "top_log_probs": top[1]} if top else {}
-            return TokenScores(log_probs, None, **top_tokens)
+        def token_scores(scores: list[Tensor]) -> Ragged[TokenScores]:
+            log_probs, *top = scores  # ids come as float32, which represents those below 2^24
+            columns = dict(zip(("top_ids", "top_log_probs"), top, strict=False))
+            return tokens.become(TokenScores, log_probs=log_probs, **columns)
 
         return self.score("compute_log_probs", tokens.without("experts", "head"), limit).map(token_scores)
 

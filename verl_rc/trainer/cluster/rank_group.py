@@ -5,21 +5,24 @@ Neighbouring ranks may share rows (sequence parallelism): they are given the sam
 answers for all.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.records.batches import CriticBatch, Timed, TokenBatch, TrainBatch
 from verl_rc.records.microbatch import MicroBatches, MicroBatchLimit, assign_rows
-from verl_rc.records.ragged import Ragged, rows_of
+from verl_rc.records.ragged import Column, Ragged, rows_of
 from verl_rc.records.shared_prefixes import prefixes_of_rows
-from verl_rc.trainer.cluster.rank_processes import Rank, RankProcesses
-from verl_rc.trainer.cluster.remote import Pending, wait_timed
+from verl_rc.trainer.cluster.rank_processes import RankProcesses
+from verl_rc.trainer.cluster.remote import Pending, shared, wait_timed
+
+Learned = TypeVar("Learned", TrainBatch, CriticBatch)
 
 
 class RankGroup:
@@ -66,47 +69,44 @@ class RankGroup:
     def score(
         self,
         method: str,
-        tokens: TokenBatch,
+        tokens: Ragged[TokenBatch],
         limit: MicroBatchLimit,
     ) -> Timed[list[Tensor]]:
-        """Call ``method`` of the workers on all rows; returns float32 ``[B, R, …]`` tensors in the order of
-        the rows."""
+        """Call ``method`` of the workers on all rows; returns float32 columns ``[N, …]``."""
         pending, shares = [], []
-        [assigned] = self._assign(tokens, [range(len(tokens.prompt_lengths))], limit)
+        [assigned] = self._assign(tokens, [range(len(tokens))], limit)
         for share, micro_batches in enumerate(assigned):
             place = _places(micro_batches)
-            own_tokens = Ragged.from_record(tokens, list(place) or [0])
+            own_tokens = tokens.take(list(place) or [0])
             shares.append((place, own_tokens.lengths["BR"]))
-            arguments = own_tokens, _localised(micro_batches, place)
-            pending += [rank.call(method, *arguments) for rank in self._ranks_of(share)]
+            pending += self._call_share(share, method, own_tokens, _localised(micro_batches, place))
         answers = wait_timed(pending)
-        results = [torch.zeros(*tokens.responses.shape, *one.shape[1:]) for one in answers.result[0]]
+        by_row: list[list[Column]] = [[np.zeros(0)] * len(tokens) for _ in answers.result[0]]
         for (rows, lengths), columns in zip(shares, self._one_of_each_share(answers.result), strict=True):
-            for result, column in zip(results, columns, strict=True):
+            for result, column in zip(by_row, columns, strict=True):
                 # A share of no rows has row 0, whose values do not count.
                 for row, values in zip(rows, rows_of(column, lengths), strict=False):
-                    result.numpy()[row, : len(values)] = values
-        return Timed(results, answers.busy_seconds)
+                    result[row] = values
+        return Timed([torch.from_numpy(np.concatenate(rows)) for rows in by_row], answers.busy_seconds)
 
     def score_one(
         self,
         method: str,
-        tokens: TokenBatch,
+        tokens: Ragged[TokenBatch],
         limit: MicroBatchLimit,
     ) -> Timed[Tensor]:
-        """``score`` for a method with a single result, ``[B, R]``."""
+        """``score`` for a method with a single result, ``[N]``."""
         return self.score(method, tokens, limit).map(lambda results: results[0])
 
     def split(
-        self, batch: TrainBatch | CriticBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit
-    ) -> list[tuple[Ragged[TrainBatch | CriticBatch], list[MiniBatch]]]:
-        """Return for each share its rows, and its part of every mini-batch as indices into these rows."""
+        self, batch: Ragged[Learned], mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit
+    ) -> Iterator[tuple[Ragged[Learned], list[MiniBatch]]]:
+        """Yield for each share its rows, and its part of every mini-batch as indices into these rows."""
         assigned = self._assign(batch.tokens, [mini.rows for mini in mini_batches], limit)
         shares = [
             [replace(mini, micro_batches=micro_batches) for micro_batches in shares_of_rows]
             for mini, shares_of_rows in zip(mini_batches, assigned, strict=True)
         ]
-        parts = []
         for number in range(self.num_shares):
             mini_batch_shares = [share[number] for share in shares]
             place = _places([share.rows for share in mini_batch_shares])
@@ -114,21 +114,21 @@ class RankGroup:
                 replace(share, micro_batches=_localised(share.micro_batches, place))
                 for share in mini_batch_shares
             ]
-            parts.append((Ragged.from_record(batch, list(place) or [0]), local))
-        return parts
+            yield batch.take(list(place) or [0]), local
 
-    def call_update(self, arguments: Sequence[tuple[Any, ...]]) -> Timed[list[Any]]:
+    def call_update(self, arguments: Iterable[tuple[Any, ...]]) -> Timed[list[Any]]:
         """Call ``update`` of all ranks of each share with the share's arguments; returns the shares' answers
         in their order."""
         pending = [
-            rank.call("update", *share_arguments)
-            for share, share_arguments in enumerate(arguments)
-            for rank in self._ranks_of(share)
+            call for share, own in enumerate(arguments) for call in self._call_share(share, "update", *own)
         ]
         return wait_timed(pending).map(self._one_of_each_share)
 
-    def _ranks_of(self, share: int) -> list[Rank]:
-        return self._ranks[share * self.ranks_per_share : (share + 1) * self.ranks_per_share]
+    def _call_share(self, share: int, method: str, rows: Ragged[Any], *arguments: Any) -> list[Pending]:
+        """Call ``method`` of all ranks of a share with its ``rows``."""
+        ranks = self._ranks[share * self.ranks_per_share : (share + 1) * self.ranks_per_share]
+        sent = shared(rows) if len(ranks) > 1 else rows
+        return [rank.call(method, sent, *arguments) for rank in ranks]
 
     def _one_of_each_share(self, answers: list[Any]) -> list[Any]:
         """Answers of the first rank of each share: those of the others repeat them, and must not count
@@ -136,7 +136,7 @@ class RankGroup:
         return answers[:: self.ranks_per_share]
 
     def _assign(
-        self, tokens: TokenBatch, mini_batches: Sequence[Sequence[int]], limit: MicroBatchLimit
+        self, tokens: Ragged[TokenBatch], mini_batches: Sequence[Sequence[int]], limit: MicroBatchLimit
     ) -> list[list[MicroBatches]]:
         """The micro-batches of each share of each mini-batch, which is given by its rows."""
         lengths, limit = tokens.sequence_lengths.tolist(), limit.shared_by(self.ranks_per_share)

@@ -89,7 +89,7 @@ class _Process:
             raise
         return os.getpid()
 
-    def _call(self, method: str, arguments: Sequence[Any]) -> Any:
+    def _call(self, method: str, *arguments: Any) -> Any:
         return getattr(self._object, method)(*arguments)
 
     def _visible_devices(self) -> str:
@@ -138,12 +138,12 @@ class RemoteProcess:
     def call(
         self, method: str, *arguments: Any, task: str | None = None, name: str | None = None
     ) -> "Pending":
-        """Call a method of the process's object.
+        """Call a method of the process's object; of what is ``shared`` it gets the value.
 
         ``task``: the call in messages, default the method's name; ``name``: the part of the process that
         answers, default the process.
         """
-        return Pending(self, task or method, self._actor.run.remote("call", method, arguments), name)
+        return Pending(self, task or method, self._actor.run.remote("call", method, *arguments), name)
 
     def listen(self, host: str | None = None) -> "Pending":
         """Bind a port for a server of the process; the answer is ``host`` (default: the address of its node)
@@ -199,6 +199,11 @@ class Pending:
         return self.task if self.name == self.process.name else f"{self.name}: {self.task}"
 
 
+def shared(argument: Any) -> Any:
+    """The argument of calls to several processes, pickled once."""
+    return ray.put(argument)
+
+
 _SERVE_SECONDS = 0.25
 """Seconds between two calls of ``WhileWaiting``."""
 
@@ -246,6 +251,22 @@ def wait_timed(pending: Sequence[Pending]) -> Timed[list[Any]]:
     return Timed(results, max((call.busy_seconds for call in pending), default=0.0))
 
 
+def first_answered(pending: Sequence[Pending], wait_seconds: float) -> list[Pending]:
+    """The calls that have been answered; waits at most ``wait_seconds`` for the first of them."""
+    calls = {call.reference: call for call in pending}
+    return [calls[reference] for reference in _ended(list(calls), wait_seconds)[0]]
+
+
+def _ended(references: list[Any], timeout: float | None) -> tuple[list[Any], list[Any]]:
+    """All that have ended, once one has, and the others. A look takes time for each reference, so that one
+    look for each would take time for their square."""
+    ended, others = ray.wait(references, num_returns=1, timeout=timeout)
+    if not ended or not others:
+        return ended, others
+    further, others = ray.wait(others, num_returns=len(others), timeout=0)
+    return [*ended, *further], others
+
+
 def as_completed(
     pending: Sequence[Pending],
     timeout_seconds: float | None,
@@ -265,20 +286,20 @@ def as_completed(
     while remaining:
         seconds_left = max(0.0, deadline - time.monotonic())
         pause = seconds_left if while_waiting is None else min(_SERVE_SECONDS, seconds_left)
-        ready, remaining = ray.wait(remaining, num_returns=1, timeout=pause if math.isfinite(pause) else None)
+        ready, remaining = _ended(remaining, pause if math.isfinite(pause) else None)
         if not ready and while_waiting is not None and seconds_left:
             while_waiting()
             continue
         if not ready:
             break
-        call = calls[ready[0]]
-        try:
-            result = _result_of(call)
-        except RemoteError as error:
-            result = error
-            if not isinstance(error, ProcessLostError):
-                deadline = min(deadline, time.monotonic() + grace_seconds)
-        yield call, result
+        for call in (calls[reference] for reference in ready):
+            try:
+                result = _result_of(call)
+            except RemoteError as error:
+                result = error
+                if not isinstance(error, ProcessLostError):
+                    deadline = min(deadline, time.monotonic() + grace_seconds)
+            yield call, result
     if not remaining:
         return
     if deadline < full_deadline:

@@ -16,6 +16,7 @@ from verl_rc.algorithm.advantage.reward_shaping import episode_scores, overlong_
 from verl_rc.algorithm.rewards import ENVIRONMENT_PREFIX, FAILURE_COLUMN, OVERLONG_COLUMNS, RewardError
 from verl_rc.config.algorithm import REWARD_METRICS, FilterGroupsConfig
 from verl_rc.config.run import RunConfig
+from verl_rc.records.batches import RolloutBatch
 from verl_rc.records.dataset import PromptRow
 from verl_rc.records.episode import DROPPED_METRICS, Reply
 from verl_rc.records.groups import Group, Scores
@@ -205,13 +206,12 @@ def join_groups(services: Services, groups: Sequence[Group]) -> ScoredBatch:
         [list(sample.prompt) for sample in samples],
         [place for place, group in enumerate(sampled) for _ in group.samples],
         responses,
-        services.tokenizer.pad_token_id,
         with_tools=rollout.converses,
         turn_rewards=_turn_rewards(episodes) if rewards_turns else None,
         pictures=[group.row.pictures for group in sampled for _ in group.samples],
     )
     if not config.async_training.is_synchronous:  # engines are compared with each other by samples of one age
-        rollouts.engines = None
+        rollouts = rollouts.become(RolloutBatch, engines=None)
     scores = Scores.joined([group.scores for group in sampled if group.scores is not None])
     # Whether others have an accuracy must not depend on which groups were scored together.
     extras = with_accuracies(scores.extras)
@@ -247,8 +247,7 @@ def record_batch_of_groups(
     tokens = sum(sample.num_sampled for group in groups for sample in group.samples[:count])
     record.ledger.add_sampled(tokens, prompts=len(scored.prompts))
     record.ledger.book_prompts({"in_batch": len(scored.prompts)})
-    lengths = scored.rollouts.tokens
-    record.tokens = StepTokens(tokens, int(lengths.sequence_lengths.sum()), config.num_devices)
+    record.tokens = StepTokens(tokens, int(scored.rollouts.sequence_lengths.sum()), config.num_devices)
     reward_columns = {
         name: column
         for name, column in scored.extras.items()

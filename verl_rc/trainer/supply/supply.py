@@ -35,8 +35,8 @@ from verl_rc.trainer.supply.supply_progress import (
 )
 from verl_rc.trainer.weights import Publisher, pause_metrics
 
-_POLL_SECONDS = 0.05
-"""Longest wait for one engine's next sample, while another engine may have ended some."""
+_LOOK_SECONDS = 0.25
+"""Longest wait for the next sample between two looks at what is late."""
 _LENGTH_RATIO_STEPS, _LENGTH_RATIO_ERROR = 20, 0.02
 """The step from which on trained and sampled lengths must agree, and the largest relative difference."""
 
@@ -171,9 +171,10 @@ class Supply:
         record_batch_of_groups(self._services.config, scored, groups, record)
         record.add({"training/epoch": max(group.epoch for group in groups)})
         if not self._options.is_synchronous:
-            rollouts = scored.rollouts
-            record.add(age_metrics(rollouts, ages, step - 1, self._rule.oldest))
-            record.add(version_metrics(rollouts.policy_versions, rollouts.response_mask, step - 1))
+            record.add(age_metrics(scored.rollouts, ages, step - 1, self._rule.oldest))
+            num_trained = self._services.config.actor_rollout_ref.rollout.n
+            versions = [one.versions for group in groups for one in group.samples[:num_trained]]
+            record.add(version_metrics(versions, step - 1))
         return scored
 
     def publish(self, step: int, record: StepRecord) -> None:
@@ -343,7 +344,7 @@ class Supply:
             began = time.perf_counter()
             replace_lost = self._publisher.engine_replacer(version, record)
             if self._options.deterministic_steps is None:
-                ended = self._services.engines.collect(_POLL_SECONDS, replace_lost)
+                ended = self._services.engines.collect(_LOOK_SECONDS, replace_lost)
             else:
                 ended = self._requests.requests_of(awaited)
                 self._services.engines.wait_for(ended, replace_lost)

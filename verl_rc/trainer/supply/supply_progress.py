@@ -13,6 +13,7 @@ from verl_rc.records.batches import RolloutBatch
 from verl_rc.records.dataset import PromptRow, PromptStream
 from verl_rc.records.groups import Group, pack, unpack
 from verl_rc.records.parts import num_tokens
+from verl_rc.records.ragged import Ragged
 from verl_rc.runtime.checkpoint import SupplyState
 
 
@@ -40,7 +41,7 @@ class SupplyProgress:
         if saved is None:
             return cls(GroupBook(rule))
         try:
-            groups = unpack(saved.groups, prompts.row)
+            groups = unpack(saved.groups(), prompts.row)
             drawn = deque((epoch, prompts.row(index)) for epoch, index in saved.drawn)
         except ValueError as error:
             raise ConfigError(str(error)) from error
@@ -54,12 +55,13 @@ class SupplyProgress:
         )
 
     def state(self) -> SupplyState:
-        """The part that a checkpoint holds."""
+        """The part that a checkpoint holds; groups as they are when it is written."""
+        groups = self.book.open
         return SupplyState(
             self.book.state(),
             self.failed,
             tuple((epoch, row.row_index) for epoch, row in self.drawn),
-            pack(list(self.book.open.values())),
+            lambda: pack(list(groups.values())),
             self.filtered_since_batch,
             self.waits,
             self.is_length_alert_sent,
@@ -138,7 +140,9 @@ class StepTotals:
         return metrics
 
 
-def age_metrics(rollouts: RolloutBatch, ages: Sequence[int], current: int, bound: int) -> dict[str, float]:
+def age_metrics(
+    rollouts: Ragged[RolloutBatch], ages: Sequence[int], current: int, bound: int
+) -> dict[str, float]:
     """Ages of the groups and of their tokens; the trainer's weights are version ``current``."""
     token_ages = current - rollouts.policy_versions[rollouts.response_mask].double()
     return {

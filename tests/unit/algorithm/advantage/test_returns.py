@@ -11,7 +11,6 @@ from verl_rc.algorithm.advantage.returns import (
     ResponseOrder,
     discounted_suffix_sums,
     generalised_returns,
-    in_row_blocks,
     returns_to_go,
 )
 
@@ -47,21 +46,6 @@ def test_suffix_sums_equal_a_loop(length: int, discount: float) -> None:
 def test_no_positions_and_no_rows() -> None:
     assert discounted_suffix_sums(torch.zeros(2, 0), 0.5).shape == (2, 0)
     assert discounted_suffix_sums(torch.zeros(0, 3), 0.5).shape == (0, 3)
-
-
-def test_row_blocks_keep_the_order_of_rows() -> None:
-    rows = torch.arange(6.0).view(3, 2)
-    assert torch.equal(in_row_blocks(lambda a, b: a + b, rows, rows), 2 * rows)
-    wide = torch.zeros(3, 2**18)
-    wide[:, 0] = torch.arange(3.0)
-    seen = []
-
-    def note(block: torch.Tensor) -> torch.Tensor:
-        seen.append(block.shape[0])
-        return block + 1
-
-    assert torch.equal(in_row_blocks(note, wide), wide + 1)
-    assert seen == [1, 1, 1]
 
 
 def loop_returns(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:

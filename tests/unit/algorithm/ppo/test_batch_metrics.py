@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from appendix_a import random_case, rows
+from ragged_rows import ragged, without_padding
 from small_models import make_train_batch
 
 from verl_rc.algorithm.ppo.batch_metrics import batch_metrics, policy_gap_metrics, probability_gap
@@ -28,14 +29,19 @@ def make_rollouts(lengths: list[int]) -> RolloutBatch:
     )
 
 
+def gap_metrics(rollouts: RolloutBatch, evaluations: PolicyEvaluations) -> dict[str, float]:
+    scored, columns = without_padding(ScoredBatch(rollouts, torch.zeros(len(rollouts))), evaluations)
+    return policy_gap_metrics(scored.rollouts, columns)
+
+
 def step_inputs(
     rollouts: RolloutBatch, rewards: torch.Tensor, scores: torch.Tensor | None = None
 ) -> StepInputs:
     lengths = rollouts.tokens.response_lengths.tolist()
-    scored = ScoredBatch(rollouts, torch.zeros(len(lengths)) if scores is None else scores)
-    evaluations = PolicyEvaluations(batch_size=[len(lengths)])
-    batch = make_train_batch(lengths)
-    return StepInputs(scored, evaluations, batch, None, rewards, torch.zeros_like(rewards), None)
+    scored = ScoredBatch(ragged(rollouts), torch.zeros(len(lengths)) if scores is None else scores)
+    evaluations = scored.rollouts.become(PolicyEvaluations)
+    batch, returns = ragged(make_train_batch(lengths)), torch.zeros(sum(lengths))
+    return StepInputs(scored, evaluations, batch, None, rewards.sum(-1), returns, None)
 
 
 def test_lengths_scores_and_clip_ratio_of_the_configured_limit() -> None:
@@ -61,7 +67,7 @@ def test_the_gap_of_probabilities_against_numpy() -> None:
     evaluations = PolicyEvaluations(
         proximal_log_probs=proximal, entropies=torch.full((3, 7), 2.0), batch_size=[3]
     )
-    metrics = policy_gap_metrics(rollouts, evaluations)
+    metrics = gap_metrics(rollouts, evaluations)
     mask = rollouts.response_mask.numpy()
     ours = np.exp(proximal.double().numpy()[mask])
     theirs = np.exp(rollouts.rollout_log_probs.double().numpy()[mask])
@@ -78,7 +84,7 @@ def test_equal_probabilities_give_no_nan() -> None:
     constant = torch.where(rollouts.response_mask, -1.0, 0.0)
     rollouts.rollout_log_probs = constant
     evaluations = PolicyEvaluations(proximal_log_probs=constant, entropies=constant, batch_size=[2])
-    assert all(np.isfinite(value) for value in policy_gap_metrics(rollouts, evaluations).values())
+    assert all(np.isfinite(value) for value in gap_metrics(rollouts, evaluations).values())
 
 
 @pytest.mark.parametrize("sizes", [[0, 4, 2], [0, 0, 0]])

@@ -6,16 +6,17 @@ from typing import Any
 import pytest
 import torch
 from batches_of_ones import ones_rollouts
+from ragged_rows import padded_critic_batch, padded_step_of
 
 from verl_rc.algorithm.ppo.control import Control
 from verl_rc.algorithm.ppo.corrector import corrector_of
 from verl_rc.algorithm.ppo.in_actor import OverRanks
 from verl_rc.algorithm.ppo.mini_batches import MiniBatch
 from verl_rc.algorithm.ppo.objective import ratio_denominator
-from verl_rc.algorithm.ppo.train_batch import StepInputs, build_train_batch, critic_batch, outcome_rewards
+from verl_rc.algorithm.ppo.train_batch import StepInputs, outcome_rewards
 from verl_rc.config.algorithm import AlgorithmConfig, KlControlConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction import CorrectionResult, compute_rollout_correction
+from verl_rc.correction import CorrectionResult, correct_rows
 from verl_rc.records.batches import PolicyEvaluations, RolloutBatch, TokenScores, positions_mask
 from verl_rc.records.scored_batch import ScoredBatch
 
@@ -49,7 +50,7 @@ def run_step(
     by_age: bool = False,
 ) -> StepInputs:
     mode = corrector_of(config.rollout_correction, by_age)
-    return build_train_batch(
+    return padded_step_of(
         ScoredBatch(rollouts, SCORES),
         evaluations,
         config,
@@ -147,7 +148,9 @@ def test_a_batch_that_is_wholly_a_step_old_has_age_1(baseline: str) -> None:
         "rollout_rs_threshold": "0.5_2.0",
         "rejected_in_group_baseline": baseline,
     }
-    step = run_step(rollouts, evaluations, algorithm(diagnostics="full", **rule), current_version=5)
+    step = run_step(
+        rollouts, evaluations, algorithm(diagnostics="full", **rule), current_version=5, by_age=True
+    )
     assert step.correction is not None
     metrics = step.correction.metrics()
     assert metrics["rollout_corr/token_age_mean"] == 1.0
@@ -208,8 +211,7 @@ def test_the_kl_penalty_is_taken_from_each_token_and_averaged_over_rows() -> Non
         norm_adv_by_std_in_grpo=False,
     )
     step = run_step(rollouts, evaluations, config)
-    assert step.rewards[0].tolist() == pytest.approx([-0.2, -0.2, 0.8])
-    assert step.rewards[1].tolist() == [0.0, 0.0, 0.0]
+    assert step.rewards.tolist() == pytest.approx([3 * -0.2 + 1, 0.0, 3 * -0.1 + 1, 1.0])
     assert step.reward_kl == pytest.approx((0.4 + 0.0 + 0.2 + 0.0) / 4)
     assert float(step.batch.advantages[0, 0]) == pytest.approx((0.4 - 0.0) / 2)
 
@@ -221,7 +223,7 @@ def test_in_bypass_mode_nothing_is_corrected_before_the_actor() -> None:
     assert step.correction is None
     assert torch.equal(step.batch.loss_mask, rollouts.response_mask)
     assert step.batch.rollout_is_weights is None
-    assert step.batch.rollout_log_probs is rollouts.rollout_log_probs
+    assert torch.equal(step.batch.rollout_log_probs, rollouts.rollout_log_probs)
 
 
 @pytest.mark.parametrize("bypass", [False, True])
@@ -235,7 +237,7 @@ def test_the_ratio_divides_by_a_policy_named_by_its_role(bypass: bool) -> None:
     batch = run_step(rollouts, evaluations, config).batch
     current = torch.full_like(trainer, -9.0)
     denominator = ratio_denominator(batch, current, config.rollout_correction)
-    assert denominator is (rollouts.rollout_log_probs if bypass else trainer)
+    assert torch.equal(denominator, rollouts.rollout_log_probs if bypass else trainer)
     neutral = algorithm(bypass_mode=bypass, nonfinite_logprob="neutral").rollout_correction
     denominator[0, 0] = torch.nan
     assert ratio_denominator(batch, current, neutral)[0].tolist() == [-9.0, *denominator[0, 1:].tolist()]
@@ -259,7 +261,7 @@ def test_gae_reads_the_critics_values_and_the_critic_learns_the_returns() -> Non
     rollouts, evaluations = make_rollouts()
     evaluations.critic_values = torch.where(rollouts.response_mask, 0.25, 0.0)
     step = run_step(rollouts, evaluations, AlgorithmConfig(adv_estimator="gae"))
-    rows = critic_batch(step)
+    rows = padded_critic_batch(step)
     assert rows.returns[0].tolist() == [1.0, 1.0, 1.0]  # gamma = lam = 1: the score of the row
     assert rows.returns[1, :2].tolist() == [0.0, 0.0]
     assert torch.equal(rows.critic_values, evaluations.critic_values)
@@ -270,7 +272,7 @@ def estimated(
 ) -> StepInputs:
     config = algorithm(**correction).model_copy(update={"adv_estimator": name})
     mode = corrector_of(config.rollout_correction)
-    return build_train_batch(scored, evaluations, config, mode, config.kl_ctrl.kl_coef, current_version=0)
+    return padded_step_of(scored, evaluations, config, mode, config.kl_ctrl.kl_coef, current_version=0)
 
 
 def test_remax_subtracts_the_greedy_score() -> None:
@@ -315,11 +317,11 @@ def test_diagnostics_of_weights_for_a_baseline_are_not_computed(monkeypatch: pyt
     measured: list[str] = []
 
     def measuring(*arguments: Any, **facts: Any) -> CorrectionResult:
-        measured.append(arguments[3].diagnostics)
-        return compute_rollout_correction(*arguments, **facts)
+        measured.append(arguments[1].diagnostics)
+        return correct_rows(*arguments, **facts)
 
     for module in ("train_batch", "corrector"):
-        monkeypatch.setattr(f"verl_rc.algorithm.ppo.{module}.compute_rollout_correction", measuring)
+        monkeypatch.setattr(f"verl_rc.algorithm.ppo.{module}.correct_rows", measuring)
     rollouts, evaluations = make_rollouts()
     evaluations.sum_pi_squared = evaluations.proximal_log_probs.exp()
     estimated("optimal_token_baseline", ScoredBatch(rollouts, SCORES), evaluations, rollout_is="token")

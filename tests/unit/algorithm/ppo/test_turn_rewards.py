@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from made_samples import answer, part
+from ragged_rows import padded_step_of, whole
 
 from verl_rc.algorithm.ppo.corrector import corrector_of
-from verl_rc.algorithm.ppo.train_batch import StepInputs, build_train_batch, token_rewards
+from verl_rc.algorithm.ppo.train_batch import StepInputs, token_rewards
 from verl_rc.config.algorithm import AlgorithmConfig, KlControlConfig
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, EstimatorOption
 from verl_rc.records.batches import PolicyEvaluations, RolloutBatch
@@ -63,13 +64,13 @@ def rollouts_of(batch: list[Episode]) -> RolloutBatch:
             parts += [part([5] * piece, 3) for piece in (1, length - 1) if piece]
             parts.append(answer([9] * turn.answer))
         samples.append(Sample(row, parts[: len(parts) - row % 2]))
-    return build_rollout_batch(
+    rollouts = build_rollout_batch(
         [[1]] * len(batch),
         [row // GROUP for row in range(len(batch))],
         samples,
-        pad_token_id=0,
         turn_rewards=[[turn.reward for turn in episode] for episode in batch],
     )
+    return whole(rollouts)
 
 
 def spread(tokens: list[list[float]], mask: torch.Tensor, elsewhere: float) -> torch.Tensor:
@@ -102,7 +103,7 @@ def step_of(batch: list[Episode], estimator: str, *, beyond: float = 0.0, **opti
     scored = ScoredBatch(rollouts, scores, reward_baselines=torch.full_like(scores, 0.5))
     config = AlgorithmConfig.model_validate({"adv_estimator": estimator, **options})
     mode = corrector_of(config.rollout_correction)
-    return build_train_batch(scored, evaluations, config, mode, config.kl_ctrl.kl_coef, current_version=3)
+    return padded_step_of(scored, evaluations, config, mode, config.kl_ctrl.kl_coef, current_version=3)
 
 
 def to_go(batch: list[Episode], gamma: float) -> list[list[float]]:
@@ -240,8 +241,10 @@ def test_how_much_the_environment_says_changes_nothing(estimator: str) -> None:
 
 def test_the_kl_penalty_is_taken_from_the_rewards_of_turns() -> None:
     batch = [[Turn(1.0, [0.0, 0.0], 2), Turn(4.0, [0.0], 1)]] * GROUP
-    step = step_of(batch, "grpo", use_kl_in_reward=True, kl_ctrl=KlControlConfig(kl_coef=0.5))
-    assert step.rewards[0].tolist() == [-0.25, 0.75, 0.0, 0.0, 3.75, 0.0]
+    kl_ctrl = KlControlConfig(kl_coef=0.5)
+    step = step_of(batch, "reinforce_plus_plus", use_kl_in_reward=True, kl_ctrl=kl_ctrl)
+    rewards = [-0.25, 0.75, 3.75]
+    assert step.returns[0].tolist() == [sum(rewards), sum(rewards[1:]), 0.0, 0.0, rewards[2], 0.0]
 
 
 def test_what_no_turn_has_earned_lies_on_the_last_token() -> None:

@@ -22,6 +22,7 @@ import pytest
 import torch
 from formula_run import live, without_processes
 from made_samples import sample as made_sample
+from ragged_rows import ragged
 from sound_run import sound_run
 from table_engines import FILTER, make_run, sample
 
@@ -340,9 +341,10 @@ def lengths_scores_advantages():
     rollouts.tokens = TOKENS.clone()
     rollouts.tokens.support_counts, rollouts.tokens.support_ids = sizes, torch.zeros(3, 6, dtype=torch.int32)
     rollouts.tokens.experts_counts = torch.tensor([[4, 4, 0], [4, 4, 0], [0, 0, 0]])
-    scored = ScoredBatch(rollouts, torch.tensor([1.0, 0.0, 5.0]))
-    evaluations = PolicyEvaluations(batch_size=[3])
-    found = batch_metrics(StepInputs(scored, evaluations, batch, None, rewards, returns, None), 3, 3)
+    scored = ScoredBatch(ragged(rollouts), torch.tensor([1.0, 0.0, 5.0]))
+    evaluations = scored.rollouts.become(PolicyEvaluations)
+    step = StepInputs(scored, evaluations, ragged(batch), None, rewards.sum(-1), returns[MASK], None)
+    found = batch_metrics(step, 3, 3)
     spreads = {
         "critic/score": (2, 5, 0),
         "critic/rewards": (1.5, 4, 0),
@@ -377,7 +379,8 @@ def probabilities_and_entropy_of_the_proximal_policy():
     entropies = torch.full((3, 3), 9.0)
     entropies[0] = torch.tensor([1.0, 2.0, 6.0])
     evaluations = PolicyEvaluations(proximal_log_probs=old, entropies=entropies, batch_size=[3])
-    found = policy_gap_metrics(rollout_batch(response_mask=mask, rollout_log_probs=rollout), evaluations)
+    rollouts = ragged(rollout_batch(response_mask=mask, rollout_log_probs=rollout))
+    found = policy_gap_metrics(rollouts, ragged(evaluations, lengths=rollouts.lengths))
     return found, {
         "actor/entropy": 3,
         "training/rollout_probs_diff_valid": 1,
@@ -650,7 +653,7 @@ def the_critics_loss():
         "critic/values/max": 1,
         "critic/values/min": 0,
     }
-    return {**reported(totals), **critic_metrics(batch)}, expected
+    return {**reported(totals), **critic_metrics(ragged(batch))}, expected
 
 
 @example
@@ -801,13 +804,8 @@ def an_update_under_running_responses():
 
 @example
 def responses_of_several_versions():
-    """The trainer holds version 5. Tokens of versions 3, 3, 5 and of version 4, and of one that is no
-    response token."""
-    versions, mask = (
-        torch.tensor([[3, 3, 5], [4, 4, -1]]),
-        torch.tensor([[True, True, True], [True, True, False]]),
-    )
-    found = version_metrics(versions, mask, current=5)
+    """The trainer holds version 5. Parts of versions 3, 3, 5 in one response, of version 4 in another."""
+    found = version_metrics([[3, 3, 5], [4]], current=5)
     spread = {
         "spans": {"mean": (3 + 1) / 2, "max": 3, "min": 1},
         "staleness": {"mean": (0 + 1) / 2, "max": 1, "min": 0},
@@ -842,7 +840,7 @@ def an_unusual_gap() -> tuple[Mapping[str, float], Mapping[str, float]]:
 @example
 def a_reward_that_has_collapsed():
     guards = Guards(AlertsConfig(reward_window=1, reward_collapse="skip"), Mock(), Mock())
-    record, batch = StepRecord(), train_batch()
+    record, batch = StepRecord(), ragged(train_batch())
     record.ledger.add_sampled(6)
     rewards = SimpleNamespace(collapse=lambda window: "from 1 to 0")
     with patch("verl_rc.trainer.guards.require_sampled_tokens"):
@@ -1180,7 +1178,7 @@ def canary_tokens_of_two_engines():
     larger one; then, in the same step, those of the first in both."""
     actor = SimpleNamespace(
         compute_log_probs=lambda tokens, _: Timed(
-            SimpleNamespace(log_probs=torch.full(tokens.responses.shape, -1.0)), 0.0
+            tokens.become(TokenScores, log_probs=torch.full(tokens.responses.shape, -1.0)), 0.0
         )
     )
     answers = [[[made_sample(0, [5, 6, 7], 1, log_probs)] for log_probs in CANARIES]]
@@ -1218,8 +1216,9 @@ def canary_tokens_whose_experts_are_recorded():
     """Log-probs of -1 with the experts of the engine, of -2 with the trainer's own."""
     actor = SimpleNamespace(
         compute_log_probs=lambda tokens, _: Timed(
-            SimpleNamespace(
-                log_probs=torch.full(tokens.responses.shape, -2.0 if tokens.experts_counts is None else -1.0)
+            tokens.become(
+                TokenScores,
+                log_probs=torch.full(tokens.responses.shape, -2.0 if tokens.experts_counts is None else -1.0),
             ),
             0.0,
         )
@@ -1301,14 +1300,17 @@ def penalties_of_the_divergence():
     )
     algorithm = SimpleNamespace(estimator=None, use_kl_in_reward=True, kl_penalty="kl", shaped_kl=None)
     algorithm.rollout_correction = RolloutCorrectionConfig()
-    rollouts = SimpleNamespace(response_mask=mask, turn_rewards=None)
-    _, divergence = _rewards(
+    rollouts = SimpleNamespace(turn_rewards=None, pad=lambda values, rows: values)
+    _, divergences = _rewards(
         SimpleNamespace(rollouts=rollouts, scores=torch.zeros(2)),
-        torch.tensor([[-1.0, -1.0], [-1.0, 0.0]]),
         evaluations,
+        torch.tensor([[-1.0, -1.0], [-1.0, 0.0]]),
         algorithm,
-        kl_coef=0.1,
+        0.1,
+        [0, 1],
+        mask,
     )
+    divergence = float(divergences.mean())
     record = StepRecord()
     in_the_loss = [
         f"actor_rollout_ref.actor.{setting}" for setting in ("use_kl_loss=True", "kl_loss_coef=0.25")
@@ -1323,7 +1325,7 @@ def penalties_of_the_divergence():
         patch(f"{stages}.build_train_batch", return_value=inputs),
     ):
         correct(services, Mock(), evaluations, step)
-    batch = train_batch()
+    batch = ragged(train_batch())
     record.ledger.add_sampled(int(batch.response_mask.sum()))
     with patch("verl_rc.trainer.stages.plan_mini_batches", return_value=[]):
         target = AlgorithmConfig.model_validate({"adaptive_entropy": {"target_entropy": 0.75}})

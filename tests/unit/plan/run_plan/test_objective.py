@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from planned_runs import EMPTY_ROW, Given, config_of, current_scores, loss_of, perturbed, step_inputs
+from ragged_rows import padded_critic_batch
 from torch import Tensor
 
 from verl_rc.algorithm.losses import AGGREGATION_MODES, Aggregation
 from verl_rc.algorithm.ppo.objective import value_objective
-from verl_rc.algorithm.ppo.train_batch import critic_batch
 from verl_rc.config.algorithms import LOSS_MODES, POLICY_LOSSES
 from verl_rc.config.run import RunConfig
 from verl_rc.plan.run_plan.objective import PolicyPlan, plan_policy
@@ -241,7 +241,7 @@ def test_of_a_loss_of_the_users_own_everything_is_assumed() -> None:
 def test_the_critics_operands() -> None:
     config = config_of({"algorithm.adv_estimator": "gae"})
     step = step_inputs(config)
-    batch = critic_batch(step).clone()  # other tests share INPUTS
+    batch = padded_critic_batch(step).clone()  # other tests share INPUTS
     values = perturbed(batch.critic_values, seed=1)
 
     def loss(of: CriticBatch, current: Tensor) -> Tensor:

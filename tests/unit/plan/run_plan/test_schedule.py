@@ -70,7 +70,7 @@ def test_updates_are_as_many_as_the_loop_makes(prompts: int, mini: int, epochs: 
     sizes = plan_of(config).sizes
     mask = torch.ones(prompts * samples, 3, dtype=torch.bool)
     batches = plan_mini_batches(
-        mask, mask, rows_per_mini_batch=mini * samples, epochs=epochs, shuffle=True, seed=1
+        mask.sum(-1), mask.sum(-1), rows_per_mini_batch=mini * samples, epochs=epochs, shuffle=True, seed=1
     )
     assert config.rows_per_step == len(mask)
     assert sizes.actor.optimizer_steps == len(batches)

@@ -130,7 +130,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "global_step_1"
     write_shards(folder / "actor", collect_shards(*small_learner(3, 2), {"scheduler": {"num_steps": 1}}))
     groups = {"groups": [], "token_ids": torch.tensor([3], dtype=torch.int32)}
-    supply = SupplyState(BookState(1, 1, {}, balance=1), groups=groups)
+    supply = SupplyState(BookState(1, 1, {}, balance=1), groups=lambda: groups)
     state = RunState(1, prompts={"row": torch.arange(9), "epoch": [0, 1.5, None, "x"]}, supply=supply)
     SavedRun(state, {}, num_ranks=1).save(folder)
     return folder
@@ -351,7 +351,7 @@ def of_the_driver(folder: Path) -> object:
     return [
         saved.config,
         saved.state.prompts,
-        None if saved.state.supply is None else saved.state.supply.groups,
+        None if saved.state.supply is None else saved.state.supply.groups(),
     ]
 
 

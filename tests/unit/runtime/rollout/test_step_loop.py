@@ -126,6 +126,17 @@ def test_what_is_handed_over_is_sampled_to_its_end_and_fetched_once(
     assert log_of(loop) == [("begin", 0), ("begin", 1), ("begin", 2), "step", "step", "step"]
 
 
+def test_from_the_first_response_on_the_rest_is_waited_for_no_longer_than_the_linger(
+    loops: Any, steps: threading.Semaphore
+) -> None:
+    """The others never end."""
+    loop, box = loops(), []
+    assert loop.take(box, at_least=3, wait_seconds=0.01, linger_seconds=1e9) == []
+    loop.submit([sample(0, 1), sample(1, 9), sample(2, 9)], box)
+    steps.release(1)
+    assert loop.take(box, at_least=3, wait_seconds=1e6, linger_seconds=0.01) == [(0, (1, 0))]
+
+
 def test_samples_that_come_later_join_the_others(loops: Any, steps: threading.Semaphore) -> None:
     loop, box, other = loops(), [], []
     loop.submit([sample(0, 3)], box)

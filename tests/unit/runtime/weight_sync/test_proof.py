@@ -1,7 +1,8 @@
 """Receipts and gap limits: each planted fault is named."""
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -47,21 +48,25 @@ def test_each_fault_is_named(sent: SendReceipt, received: LoadReceipt, message: 
 
 
 def test_gap_counts_masked_positions_only() -> None:
-    gap = LogProbGap.between(
-        torch.tensor([[-1.0, -2.0, 5.0]]),
-        torch.tensor([[-1.5, -2.0, float("nan")]]),
-        torch.tensor([[True, True, False]]),
+    engine = SimpleNamespace(
+        rollout_log_probs=torch.tensor([-1.5, -2.0, float("nan")]),
+        response_mask=torch.tensor([True, True, False]),
     )
+    gap = LogProbGap.between(torch.tensor([-1.0, -2.0, 5.0]), cast(Any, engine))
     assert gap == LogProbGap(mean=0.25, maximum=0.5)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_tokens_without_finite_log_probs_are_counted_and_no_gap_is_that_of_them_alone(bad: float) -> None:
-    ours = torch.tensor([[-1.0, -2.0, bad, -1.0]])
-    mask = torch.tensor([[True, True, True, True]])
-    engine = torch.tensor([[-1.5, -2.0, -1.0, bad]])
-    assert LogProbGap.between(ours, engine, mask) == LogProbGap(0.25, 0.5, num_nonfinite=2)
-    assert LogProbGap.between(ours[:, 2:], engine[:, 2:], mask[:, 2:]) is None
+    ours, theirs = torch.tensor([-1.0, -2.0, bad, -1.0]), torch.tensor([-1.5, -2.0, -1.0, bad])
+
+    def gap(tokens: slice) -> LogProbGap | None:
+        every = torch.ones(4, dtype=torch.bool)[tokens]
+        engine = SimpleNamespace(rollout_log_probs=theirs[tokens], response_mask=every)
+        return LogProbGap.between(ours[tokens], cast(Any, engine))
+
+    assert gap(slice(0, 4)) == LogProbGap(0.25, 0.5, num_nonfinite=2)
+    assert gap(slice(2, 4)) is None
 
 
 def test_a_first_step_beyond_the_engines_precision_is_refused() -> None:

@@ -1,5 +1,6 @@
 """Which engines count as lost, and that what they had, and nothing else, is asked for again."""
 
+import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ class Call:
     def __init__(self, answer: Any) -> None:
         self.answer = answer
         self.reference = object()
+        self.sent_at = time.time()
 
 
 class Engine:
@@ -74,7 +76,7 @@ class Engine:
             self.told.append((method, *arguments))
             return Call(None)
         assert (method, task) == ("collect", "generate")
-        at_least, _ = arguments
+        at_least, *_ = arguments
         taken, self.ended = self.ended[:at_least], self.ended[at_least:]
         failures = {one.number: "the tool failed" for one in taken if one.request.seed in self.fails}
         taken = [one for one in taken if one.number not in failures]
@@ -96,12 +98,14 @@ def group_of(
         return ((call, call.answer) for call in calls)
 
     monkeypatch.setattr(engine_group, "as_completed", as_completed)
+    monkeypatch.setattr(engine_group, "first_answered", lambda calls, _: calls)
+    monkeypatch.setattr(engine_group, "shared", lambda argument: argument)
     group = EngineGroup.__new__(EngineGroup)
     engines = [Engine() for _ in range(num_engines)]
     vars(group).update(_engines=engines, _timeout_seconds=1.0, _work=EngineWork(num_engines), _replaced=set())
     options = SimpleNamespace(worker="room:Engine", deterministic=deterministic_steps is not None)
     vars(group).update(_options=options)
-    vars(group).update(_submissions=[])
+    vars(group).update(_submissions=[], _open={})
     return group, engines
 
 
@@ -264,9 +268,9 @@ def test_an_engine_has_what_is_generated_before_it_is_told_to_finish_it(
         events.append(method)
         return call(engine, method, *arguments, **options)
 
-    def noted_wait(group: EngineGroup, *arguments: Any) -> Any:
+    def noted_wait(group: EngineGroup, *arguments: Any, **options: Any) -> Any:
         events.append("wait")
-        return wait(group, *arguments)
+        return wait(group, *arguments, **options)
 
     monkeypatch.setattr(Engine, "call", noted_call)
     monkeypatch.setattr(EngineGroup, "wait", noted_wait)
@@ -385,3 +389,71 @@ def test_work_that_comes_after_a_replacement_is_handed_over_once(
         assert of_owners(collected) == {"a": 10, "b": 11}
     seeds = [seed for engine in engines for asked in engine.asked for seed in asked]
     assert len(seeds) == len(set(seeds))
+
+
+def open_calls(
+    monkeypatch: pytest.MonkeyPatch, answering: set[int]
+) -> tuple[EngineGroup, list[Engine], list[Call]]:
+    """A group of two engines of which ``answering`` answer open calls, and the calls that were made."""
+    group, engines = group_of(2, monkeypatch)
+    made: list[Call] = []
+    of_engine = {}
+    call = Engine.call
+
+    def noted(engine: Engine, method: str, *arguments: Any, **options: Any) -> Call:
+        made.append(call(engine, method, *arguments, **options))
+        of_engine[made[-1]] = engines.index(engine)
+        return made[-1]
+
+    monkeypatch.setattr(Engine, "call", noted)
+    monkeypatch.setattr(
+        engine_group, "first_answered", lambda calls, _: [one for one in calls if of_engine[one] in answering]
+    )
+    group.submit(requests(10, 11, 12, 13), OPTIONS, owners="abcd")
+    made.clear()
+    return group, engines, made
+
+
+def test_a_call_stays_open_while_an_engine_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engine 1 has one call however often the driver looks; engine 0 has a further one for its second
+    sample, and none once it has nothing left."""
+    answering = {0}
+    group, _, made = open_calls(monkeypatch, answering)
+    assert [of_owners(group.collect(0.1)) for _ in range(4)] == [{"a": 10}, {"b": 11}, {}, {}]
+    assert len(made) == 3
+    answering.add(1)
+    assert [of_owners(group.collect(0.1)) for _ in range(2)] == [{"c": 12}, {"d": 13}]
+    assert len(made) == 4
+
+
+def test_an_engine_that_does_not_answer_an_open_call_is_lost_after_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was waited before counts, and its successor gets its samples."""
+    group, engines, made = open_calls(monkeypatch, {0})
+    group.collect(0.1)
+    silent, limits = made[1], []
+    silent.answer = SILENT
+
+    def as_completed(calls: Sequence[Call], limit: float, *_: Any) -> Iterator[tuple[Call, Any]]:
+        limits.append(limit)
+        return ((call, call.answer) for call in calls)
+
+    monkeypatch.setattr(engine_group, "as_completed", as_completed)
+    silent.sent_at -= group._timeout_seconds + 1
+    with pytest.raises(EnginesLostError, match="silent") as caught:
+        group.collect(0.1)
+    assert caught.value.engines == [1]
+    assert limits == [0.0]
+    group.replace([1], TIMEOUT)
+    group.collect(0.1)
+    assert engines[1].asked == [[12, 13], [12, 13]]
+
+
+def test_samples_that_are_waited_for_may_come_by_the_open_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, _, made = open_calls(monkeypatch, set())
+    group.collect(0.1)  # opens a call to both
+    waited = group.submitted()
+    group.wait_for(waited)
+    assert first_tokens([request.sample for request in waited]) == [10, 11, 12, 13]
+    assert len(made) == 4  # the open calls had one sample each

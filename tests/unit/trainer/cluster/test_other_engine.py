@@ -1,5 +1,6 @@
 """The cluster runs an engine that no file of the package names, by its options alone."""
 
+import time
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ class Call:
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
+        self.sent_at = time.time()
 
 
 class ProcessHere:
@@ -54,6 +56,8 @@ def group(monkeypatch: pytest.MonkeyPatch) -> EngineGroup:
 
     monkeypatch.setattr(engine_group, "RemoteProcess", ProcessHere)
     monkeypatch.setattr(engine_group, "as_completed", as_completed)
+    monkeypatch.setattr(engine_group, "first_answered", lambda calls, _: calls)
+    monkeypatch.setattr(engine_group, "shared", lambda argument: argument)
     place = SimpleNamespace(options=lambda reserve_gpu: {})
     placement: Any = SimpleNamespace(
         engine_threads=1, device="cpu", one_node=True, shares_devices=False, engine_places=[place, place]

@@ -1,12 +1,12 @@
 """Rows are shared out over ranks and named anew there: every one reaches one rank, with its own tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
 import ray
 import torch
-from small_models import make_train_batch
+from small_models import make_train_batch, ragged
 
 import verl_rc.trainer.cluster.rank_group as rank_group
 from verl_rc.algorithm.ppo.corrector import corrector_of
@@ -57,10 +57,15 @@ def whole(rows: Ragged[TrainBatch]) -> TrainBatch:
 def test_rows_that_are_not_balanced_go_to_ranks_in_the_order_of_the_mini_batch() -> None:
     batch = make_train_batch(LENGTHS)
     mini_batches = plan_mini_batches(
-        batch.response_mask, batch.loss_mask, rows_per_mini_batch=3, epochs=1, shuffle=False, seed=1
+        batch.response_mask.sum(-1),
+        batch.loss_mask.sum(-1),
+        rows_per_mini_batch=3,
+        epochs=1,
+        shuffle=False,
+        seed=1,
     )
     assigned = group_of(2, balances=False)._assign(
-        batch.tokens, [mini.rows for mini in mini_batches], MicroBatchLimit(max_rows=2)
+        ragged(batch).tokens, [mini.rows for mini in mini_batches], MicroBatchLimit(max_rows=2)
     )
     for mini, shares in zip(mini_batches, assigned, strict=True):
         assert [row for share in shares for rows in share for row in rows] == list(mini.rows)
@@ -71,14 +76,14 @@ def test_rows_that_are_not_balanced_go_to_ranks_in_the_order_of_the_mini_batch()
 def test_shares_name_the_rows_they_come_with(ranks: int, limit: MicroBatchLimit) -> None:
     batch = make_train_batch(LENGTHS)
     mini_batches = plan_mini_batches(
-        batch.response_mask,
-        batch.loss_mask,
+        batch.response_mask.sum(-1),
+        batch.loss_mask.sum(-1),
         rows_per_mini_batch=3,
         epochs=2,
         shuffle=True,
         seed=1,
     )
-    parts = group_of(ranks).split(batch, mini_batches, limit)
+    parts = list(group_of(ranks).split(ragged(batch), mini_batches, limit))
     for number, mini_batch in enumerate(mini_batches):
         shares = [(whole(rows), own[number]) for rows, own in parts]
         assert len({len(share.micro_batches) for _, share in shares}) == 1
@@ -103,10 +108,8 @@ def test_scores_come_back_in_the_order_of_the_rows(
 ) -> None:
     monkeypatch.setattr(rank_group, "wait_timed", lambda pending: Timed(pending, 0.5))
     batch = make_train_batch(LENGTHS)
-    answer = group_of(ranks).score("lengths", batch.tokens, limit)
-    assert answer.result[0].tolist() == [
-        [float(length)] * length + [0.0] * (7 - length) for length in LENGTHS
-    ]
+    answer = group_of(ranks).score("lengths", ragged(batch.tokens), limit)
+    assert answer.result[0].tolist() == [float(length) for length in LENGTHS for _ in range(length)]
     assert torch.equal(answer.result[1], torch.stack([answer.result[0], -answer.result[0]], dim=-1))
     assert answer.busy_seconds == 0.5
 
@@ -142,24 +145,31 @@ class EchoRank:
 
 
 def test_ranks_that_share_rows_get_the_same_and_one_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_group, "shared", lambda rows: rows)  # Ray gives them the value
     answered: list[list[tuple[int, object]]] = []
     monkeypatch.setattr(
         rank_group, "wait_timed", lambda pending: answered.append(pending) or Timed(pending, 0.5)
     )
     batch, group = make_train_batch(LENGTHS), group_of(4, sharing=2)
-    assert group.score("lengths", batch.tokens, LIMITS[0]).result[0][:, 0].tolist() == LENGTHS
+    lengths = [length for length in LENGTHS for _ in range(length)]
+    assert group.score("lengths", ragged(batch.tokens), LIMITS[0]).result[0].tolist() == lengths
     group._ranks = [EchoRank(number) for number in range(4)]  # type: ignore[misc]
     mini_batches = plan_mini_batches(
-        batch.response_mask, batch.loss_mask, rows_per_mini_batch=6, epochs=1, shuffle=False, seed=1
+        batch.response_mask.sum(-1),
+        batch.loss_mask.sum(-1),
+        rows_per_mini_batch=6,
+        epochs=1,
+        shuffle=False,
+        seed=1,
     )
-    parts = group.split(batch, mini_batches, MicroBatchLimit(max_tokens=14))
+    parts = list(group.split(ragged(batch), mini_batches, MicroBatchLimit(max_tokens=14)))
     assert [number for number, _ in group.call_update(parts).result] == [0, 2]
     assert [given for _, given in answered[-1]] == [parts[0], parts[0], parts[1], parts[1]]
-    lengths = [
+    of_batches = [
         [int(whole(rows).tokens.sequence_lengths[list(part)].sum()) for part in own[0].micro_batches]
         for rows, own in parts
     ]
-    assert 14 < max(map(max, lengths)) <= 28  # tokens of two ranks
+    assert 14 < max(map(max, of_batches)) <= 28  # tokens of two ranks
 
 
 def test_a_rank_of_the_actor_gets_what_is_two_fields_once(
@@ -171,14 +181,21 @@ def test_a_rank_of_the_actor_gets_what_is_two_fields_once(
     group._shares_prefixes, group._balances = False, True
     group._ranks, group.ranks_per_share = [EchoRank(0)], 1  # type: ignore[list-item]
 
-    def call_update(arguments: Sequence[tuple[Ragged[TrainBatch], *tuple[object, ...]]]) -> object:
+    def call_update(arguments: Iterable[tuple[Ragged[TrainBatch], *tuple[object, ...]]]) -> object:
         arrived.extend(rows for rows, *_ in arguments)
         return Timed([ActorReport([], [], [])], 0.5)
 
     monkeypatch.setattr(group, "call_update", call_update)
     mini_batches = plan_mini_batches(
-        batch.response_mask, batch.loss_mask, rows_per_mini_batch=6, epochs=1, shuffle=False, seed=1
+        batch.response_mask.sum(-1),
+        batch.loss_mask.sum(-1),
+        rows_per_mini_batch=6,
+        epochs=1,
+        shuffle=False,
+        seed=1,
     )
-    group.update(batch, mini_batches, LIMITS[0], UpdateRequest(corrector_of(RolloutCorrectionConfig()), 0))
+    group.update(
+        ragged(batch), mini_batches, LIMITS[0], UpdateRequest(corrector_of(RolloutCorrectionConfig()), 0)
+    )
     (rows,) = arrived
     assert rows.columns["loss_mask"] is rows.columns["response_mask"]

@@ -21,6 +21,8 @@ class Slow:
     def wait(
         self, references: Sequence[int], num_returns: int, timeout: float | None
     ) -> tuple[list[int], list[int]]:
+        if not timeout and timeout is not None:  # a look at what else has ended
+            return [], list(references)
         self.timeouts.append(timeout)
         self.left -= 1
         if self.left:
@@ -92,3 +94,19 @@ def test_a_timed_wait_does_the_work_beside_too(ray: Slow) -> None:
     ray.left = ray.looks = 1
     remote.wait_timed(pending(1))
     assert not done
+
+
+def test_what_is_answered_is_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three calls of which two have been answered when the driver looks, then the third: two waits, and one
+    look at what else is there."""
+    looks: list[tuple[int, float | None]] = []
+
+    def wait(references: list[int], num_returns: int, timeout: float | None) -> tuple[list[int], list[int]]:
+        looks.append((len(references), timeout))
+        ended = {3: references[:1], 2: references[:1] if timeout == 0 else [], 1: references}[len(references)]
+        return ended, references[len(ended) :]
+
+    monkeypatch.setattr(remote.ray, "wait", wait)
+    monkeypatch.setattr(remote, "_result_of", lambda item: item.reference * 10)
+    assert remote.wait_for_all(pending(1, 2, 3), timeout_seconds=9.0) == [10, 20, 30]
+    assert [number for number, _ in looks] == [3, 2, 1]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from make_tiny_model import build_tokenizer
+from ragged_rows import whole
 from table_engines import FILTER, GREEDY_SCORE, make_run, new_supply, prompt, sample
 
 from verl_rc.algorithm.rewards import RewardOutput
@@ -31,7 +32,7 @@ def test_further_prompts_are_drawn_until_enough_tell_something() -> None:
     assert batch.rollouts.group_ids.tolist() == [0, 0, 1, 1]
     assert batch.scores.tolist() == [0, 1, 1, 0]
     assert batch.extras["length"] == [1, 2, 1, 2]
-    assert batch.rollouts.tokens.responses[:, 0].tolist() == [1, 1, 3, 3]
+    assert whole(batch.rollouts).tokens.responses[:, 0].tolist() == [1, 1, 3, 3]
     assert batch.rollouts.tokens.prompt_lengths.tolist() == [2, 2, 1, 1]
     assert run.prompts.drawn == 4
     counted = {name.rpartition("/")[2]: value for name, value in metrics.items() if "filter_groups" in name}
@@ -75,7 +76,7 @@ def test_a_token_that_is_lost_while_the_batch_is_built_is_found_before_the_updat
 
     def build_and_lose(*arguments: Any, **options: Any) -> Any:
         batch = build(*arguments, **options)
-        batch.response_mask[1, 0] = False
+        batch.response_mask[1] = False
         return batch
 
     monkeypatch.setattr(scored_groups, "build_rollout_batch", build_and_lose)

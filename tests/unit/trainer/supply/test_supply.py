@@ -13,6 +13,7 @@ from formula_run import OVERRIDES, STEPS, Scorer, World, live, log_probs_of
 from small_models import small_run_config
 
 from verl_rc.algorithm.rewards import RewardOutput
+from verl_rc.algorithm.supply.group_book import AdmissionRule, GroupBook
 from verl_rc.config.errors import ConfigError
 from verl_rc.records.dataset import PromptRow
 from verl_rc.records.parts import Part, Sample
@@ -22,6 +23,8 @@ from verl_rc.runtime.rollout.sampling import GenerationRequest
 from verl_rc.runtime.weight_sync.proof import SyncProofError
 from verl_rc.trainer import checkpoints
 from verl_rc.trainer.cluster.engine_group import EnginesLostError
+from verl_rc.trainer.supply import supply_progress
+from verl_rc.trainer.supply.supply_progress import SupplyProgress
 
 CANARIES = "actor_rollout_ref.rollout.sync_proof.canary_freq"
 OWN_DEVICES = ("actor_rollout_ref.hybrid_engine=False", "async_training.partial_rollout=False")
@@ -407,3 +410,12 @@ def test_without_a_lead_a_step_samples_all_of_its_own_and_nothing_else(tmp_path:
         assert supply is not None
         assert (supply.num_groups, supply.book.balance, supply.book.admitted) == (0, 0, 2 * number)
     assert not [name for name in lines(tmp_path)[1] if name.startswith("async/group_age")]
+
+
+def test_open_groups_are_packed_where_a_checkpoint_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = []
+    monkeypatch.setattr(supply_progress, "pack", lambda groups: packed.append(groups) or {})
+    state = SupplyProgress(GroupBook(AdmissionRule(2, 2))).state()
+    assert packed == []
+    assert state.groups() == {}
+    assert packed == [[]]

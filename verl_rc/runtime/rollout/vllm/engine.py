@@ -168,10 +168,12 @@ class VllmEngine(Engine):
         # Before an update that waits for these samples.
         self._loop.post(lambda sampler: self._loop.cancel(sampler, numbers), overtakes=True).result()
 
-    def collect(self, at_least: int = 1, wait_seconds: float | None = None) -> Collected:
+    def collect(
+        self, at_least: int = 1, wait_seconds: float | None = None, linger_seconds: float | None = None
+    ) -> Collected:
         """See ``Engine``. Raises ``ValueError`` naming the request when a sampled token came back without a
         finite log-prob."""
-        return _collected(self._loop.take(self._box, at_least, wait_seconds))
+        return _collected(self._loop.take(self._box, at_least, wait_seconds, linger_seconds))
 
     def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Sample]:
         """See ``Engine``. Raises ``ValueError`` like ``collect``."""
