@@ -289,7 +289,9 @@ class PromptDataset(Dataset[PromptRow]):
         self._row_indices = select_rows(self._ends[-1], max_samples, seed)
         limit = config.max_prompt_length
         if config.filter_overlong_prompts:
-            self._row_indices = [row for row in self._row_indices if len(self._encode(row)[1]) <= limit]
+            self._row_indices = [
+                row for row in self._row_indices if len(self._encode(*self._record(row))[1]) <= limit
+            ]
         if not self._row_indices:
             raise ValueError(
                 f"data.max_prompt_length={limit} must leave at least one prompt of "
@@ -314,7 +316,7 @@ class PromptDataset(Dataset[PromptRow]):
             return zlib.crc32(self._config.custom_cls.name.encode())
         crc, key = 0, self._config.prompt_key
         for index in evenly_spread(len(self), 64):
-            record, location = self._record(self._row_indices[index])
+            record, location, _ = self._record(self._row_indices[index])
             messages = check_messages(record[key], key, location)
             crc = zlib.crc32(json.dumps(messages, sort_keys=True, default=str).encode(), crc)
         return crc
@@ -343,11 +345,11 @@ class PromptDataset(Dataset[PromptRow]):
     def describe_lengths(self, at_most: int = 1000) -> str:
         """One line with the lengths of ``at_most`` prompts. Raises ``ValueError`` when one is too long for
         the options."""
-        rows = [self._row_indices[index] for index in evenly_spread(len(self), at_most)]
         lengths = []
-        for row in rows:
-            _, token_ids, pictures = self._encode(row)
-            self._fit(token_ids, pictures, self._record(row)[1])
+        for index in evenly_spread(len(self), at_most):
+            row = self._record(self._row_indices[index])
+            _, token_ids, pictures = self._encode(*row)
+            self._fit(token_ids, pictures, row[1])
             lengths.append(len(token_ids))
         return describe_lengths(lengths, len(self), self._config.max_prompt_length)
 
@@ -364,9 +366,9 @@ class PromptDataset(Dataset[PromptRow]):
     def __getitem__(self, index: int) -> PromptRow:
         """The prompt at ``index``, truncated. Raises ``ValueError`` when it is malformed or too long."""
         row_index = self._row_indices[index]
-        record, location = self._record(row_index)
+        record, location, folder = self._record(row_index)
         _check_record(record, location)
-        messages, token_ids, pictures = self._encode(row_index)
+        messages, token_ids, pictures = self._encode(record, location, folder)
         return PromptRow(
             row_index=row_index,
             prompt_token_ids=self._fit(token_ids, pictures, location),
@@ -378,22 +380,22 @@ class PromptDataset(Dataset[PromptRow]):
             agent_name=record.get("agent_name"),
         )
 
-    def _record(self, row_index: int) -> tuple[Record, str]:
-        """A row of the files, and its location for messages."""
+    def _record(self, row_index: int) -> tuple[Record, str, Path]:
+        """A row of the files, its location for messages, and the folder of its file."""
         number = bisect.bisect_right(self._ends, row_index)
         file = self._files[number]
         file_row = row_index - (self._ends[number] - len(file))
-        return file[file_row], f"row {file_row} of {file.path}"
+        return file[file_row], f"row {file_row} of {file.path}", Path(file.path).parent
 
-    def _encode(self, row_index: int) -> tuple[list[dict[str, Any]], list[int], Pictures | None]:
-        """A row's messages, their token ids, untruncated, and its pictures."""
-        record, location = self._record(row_index)
+    def _encode(
+        self, record: Record, location: str, folder: Path
+    ) -> tuple[list[dict[str, Any]], list[int], Pictures | None]:
+        """A record's messages, their token ids, untruncated, and its pictures."""
         messages = check_messages(record[self._config.prompt_key], self._config.prompt_key, location)
         arguments = self._config.apply_chat_template_kwargs
-        file = self._files[bisect.bisect_right(self._ends, row_index)]
         try:
             images = record.get(self._config.image_key)
-            marked, pictures = with_pictures(messages, images, self._reader, Path(file.path).parent)
+            marked, pictures = with_pictures(messages, images, self._reader, folder)
             token_ids = encode_prompt(self._tokenizer, marked, arguments)
             if pictures is not None and self._reader is not None:
                 token_ids = self._reader.expand(token_ids, pictures)
