@@ -50,11 +50,11 @@ from verl_rc.runtime.workers.micro_batches import (
     select_sequences,
 )
 from verl_rc.runtime.workers.packing import PrefixSharing
-from verl_rc.runtime.workers.rounding import rounding_of_log_probs
+from verl_rc.runtime.workers.rounding import rounding_of_log_probs, unit_of
 from verl_rc.runtime.workers.router_replay import RouterReplay
 from verl_rc.runtime.workers.sharded_model import FrozenModel, Learner, LearningModel
 from verl_rc.runtime.workers.updates import ActorReport, UpdateRequest
-from verl_rc.runtime.workers.vision import freeze_tower
+from verl_rc.runtime.workers.vision import freeze_tower, require_frozen_tower
 
 _GIB = 1 << 30
 
@@ -104,6 +104,8 @@ class PolicyWorker(Learner):
         is_replayed = config.actor_rollout_ref.rollout.enable_rollout_routing_replay
         replay = RouterReplay(module) if is_replayed else None
         module, async_save = add_adapters(module, model_config), self._actor.checkpoint.async_save
+        if self._actor.freeze_vision_tower:
+            require_frozen_tower(module)
         self.model = LearningModel(module, shards, self._actor, total_steps, async_save)
         # Rows are spread over this mesh: ranks that share tokens have the same rows.
         self._data_parallel, sharing = divide_ranks(self._mesh, fsdp.ulysses_sequence_parallel_size)
@@ -124,7 +126,7 @@ class PolicyWorker(Learner):
         rollout = config.actor_rollout_ref.rollout
         module = self.model.module
         self._weights = engine_weights(module, model_config)
-        self._unit = max(torch.finfo(torch_dtype(name)).eps for name in (rollout.dtype, fsdp.dtype))
+        self._unit = unit_of(torch_dtype(rollout.dtype), torch_dtype(fsdp.dtype))
         self._rounding = EngineRounding(
             torch_dtype(rollout.dtype), rollout.quantization, linear_weights(module)
         )

@@ -16,6 +16,11 @@ from verl_rc.runtime.workers.forward import ForwardOptions
 from verl_rc.runtime.workers.packing import PackedSequences
 
 
+def unit_of(*dtypes: torch.dtype) -> float:
+    """The largest relative error of a result that is rounded to the least precise of ``dtypes``."""
+    return max(torch.finfo(dtype).eps for dtype in dtypes) / 2
+
+
 def rounding_of_log_probs(
     model: nn.Module, tokens: TokenBatch, options: ForwardOptions, unit: float
 ) -> Tensor:

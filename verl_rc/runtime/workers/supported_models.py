@@ -46,7 +46,7 @@ def unsupported_model(config: RunConfig, path: str, trust_remote_code: bool) -> 
         problems += [_exact_problem(config, source), _head_problem(config, source)]
         problems.append(_buffers_problem(config, source))
         problems.append(_state_problem(config) if has_state(source) else None)
-        problems.append(_picture_problem(config) if source.model_type in VISION_FAMILIES else None)
+        problems.append(_picture_problem(config, source) if source.model_type in VISION_FAMILIES else None)
     if "critic" in roles and config.needs_critic and not trust_remote_code:
         problems.append(_critic_problem(source))
     problems.append(_torchvision_problem(source))
@@ -137,8 +137,18 @@ def _family_problem(source: Any) -> str | None:
     )
 
 
-def _picture_problem(config: RunConfig) -> str | None:
+def _picture_problem(config: RunConfig, source: Any) -> str | None:
     """The reason why a policy that reads pictures cannot have this configuration, or None."""
+    for role, frozen in config.frozen_policies.items():
+        other = AutoConfig.from_pretrained(model_source(frozen.model_path))
+        if (other.model_type, getattr(other, "image_token_id", None)) != (
+            source.model_type,
+            source.image_token_id,
+        ):
+            return (
+                f"it reads pictures, and the {role} {frozen.model_path} is of the family {other.model_type}, "
+                f"or has another placeholder: a {role} must read the same pictures"
+            )
     policy, model = config.actor_rollout_ref, "actor_rollout_ref.model"
     adapters = policy.model.lora_rank and policy.model.target_modules == "all-linear"
     refused = {

@@ -84,6 +84,19 @@ def freeze_tower(model: nn.Module) -> None:
         tower.requires_grad_(False)
 
 
+def require_frozen_tower(model: nn.Module) -> None:
+    """Raise ``ValueError`` when adapters train weights of the vision tower."""
+    trained = [
+        name for name, weight in model.named_parameters() if weight.requires_grad and ".visual." in name
+    ]
+    if trained:
+        raise ValueError(
+            f"the vision tower is frozen, and adapters would train it ({trained[0]}): pass "
+            "actor_rollout_ref.model.exclude_modules='.*visual.*', or "
+            "actor_rollout_ref.actor.freeze_vision_tower=False"
+        )
+
+
 def _inputs(reader: ImageReader, position_ids: Tensor, pictures: PackedPictures | None) -> _Inputs:
     """``position_ids`` ``[1, M]`` are those of text."""
     device = position_ids.device

@@ -12,13 +12,15 @@ from small_vision import FAMILIES, Prompts, batch_of, log_probs_alone, picture, 
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
+from verl_rc.config.models import ModelConfig
 from verl_rc.records.pictures import Pictures
 from verl_rc.runtime.workers import supported_models
 from verl_rc.runtime.workers.forward import ForwardOptions, packed_logits, score_tokens
 from verl_rc.runtime.workers.language_model import load_causal_lm
+from verl_rc.runtime.workers.lora import add_adapters
 from verl_rc.runtime.workers.packing import PrefixSharing
 from verl_rc.runtime.workers.supported_models import unsupported_model
-from verl_rc.runtime.workers.vision import freeze_tower
+from verl_rc.runtime.workers.vision import freeze_tower, require_frozen_tower
 
 QUESTION = "how many squares? <image>"
 ROWS: list[tuple[str, list[bytes], list[int]]] = [
@@ -156,6 +158,37 @@ def test_what_is_refused(
     config = small_run_config(tmp_path, *overrides)
     problem = unsupported_model(config, str(tmp_path), trust_remote_code=False)
     assert problem is None if said is None else re.search(said, problem or "")
+
+
+def test_a_reference_that_reads_no_pictures_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supported_models, "find_spec", lambda _: True)
+    policy = write_model(tmp_path / "policy", "qwen3_vl")
+    for family, said in (("qwen3_vl", None), ("qwen2_5_vl", "the reference .* is of the family qwen2_5_vl")):
+        reference = write_model(tmp_path / family, family)
+        config = small_run_config(
+            Path(policy),
+            "actor_rollout_ref.actor.use_kl_loss=True",
+            f"actor_rollout_ref.ref.model_path={reference}",
+        )
+        problem = unsupported_model(config, policy, trust_remote_code=False)
+        assert problem is None if said is None else re.search(said, problem or "")
+
+
+@pytest.mark.parametrize(
+    ("modules", "frozen"), [(["q_proj", "gate_proj", "linear_fc1"], False), (["q_proj", "k_proj"], True)]
+)
+def test_adapters_do_not_train_a_frozen_tower(folder: str, modules: list[str], frozen: bool) -> None:
+    model = load_causal_lm(folder, torch.float32)
+    freeze_tower(model)
+    config = ModelConfig(path=folder, lora_rank=2, target_modules=modules)
+    adapted = add_adapters(model, config)
+    if frozen:
+        require_frozen_tower(adapted)
+        return
+    with pytest.raises(ValueError, match="the vision tower is frozen, and adapters would train it"):
+        require_frozen_tower(adapted)
 
 
 def test_a_model_is_refused_where_torchvision_is_missing(
