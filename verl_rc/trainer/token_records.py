@@ -68,6 +68,7 @@ class TokenRecorder:
         self._classes: dict[int, int] = {}
         """The class of each token id whose text is written."""
         self._claim = FolderClaim(services.folder, "tokens")
+        self._picture_bytes = sum(path.stat().st_size for path in (self._folder / PICTURES).glob("*"))
         set_aside_later(self._folder, steps_done)
         set_aside(self._folder / PIECES)
 
@@ -83,18 +84,24 @@ class TokenRecorder:
             write_record(self._folder, record)
             if record.prompts is not None:
                 self._write_pictures(inputs.scored, record.rows["row"])
-            thin_out(self._folder, self._settings.max_megabytes << 20, MOST_FILES, _LASTING)
+            most_bytes = (self._settings.max_megabytes << 20) - self._picture_bytes
+            thin_out(self._folder, most_bytes, MOST_FILES, _LASTING)
 
     def _write_pictures(self, scored: ScoredBatch, rows: Array) -> None:
-        """Write the pictures of recorded rows that are not there yet."""
+        """Write the pictures of recorded rows that are not there yet, up to a quarter of the folder's
+        limit."""
+        most_bytes = self._settings.max_megabytes << 18
         found = {scored.rows[row].pictures for row in rows.tolist()} - {None}
         for pictures in found:
             assert pictures is not None
             for image, digest in zip(pictures.data, pictures.digests, strict=True):
                 path = self._folder / PICTURES / digest
-                if not path.exists():
+                if not path.exists() and self._picture_bytes + len(image) <= most_bytes:
                     path.parent.mkdir(exist_ok=True)
-                    path.write_bytes(image)
+                    part = path.with_suffix(".part")
+                    part.write_bytes(image)
+                    part.replace(path)  # a picture is there whole or not at all
+                    self._picture_bytes += len(image)
 
     def _reason(self, step: int) -> str | None:
         """The reason why a record of the step is written. None for a step without a record."""

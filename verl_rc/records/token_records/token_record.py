@@ -14,10 +14,10 @@ import numpy.typing as npt
 FOLDER = "tokens"
 """Below the run's folder."""
 PIECES = "pieces.jsonl"
-PICTURES = "pictures"
-"""Folder of encoded images, each under its SHA-256, beside the records."""
 """The file beside the records with the text of every token id, so that no tokenizer is needed to read
 them."""
+PICTURES = "pictures"
+"""Folder of encoded images, each under its SHA-256, beside the records."""
 VERSION = 1
 """Increased when fields change their meaning; files of another version are not read."""
 VERSION_FACT = "token_record"
