@@ -7,7 +7,7 @@ from typing_extensions import Self
 
 from verl_rc.config.schema import NoneOrMore, OneOrMore, StrictModel, UserPath, follows
 
-PixelLimits = dict[Literal["min_pixels", "max_pixels"], int]
+PixelLimits = dict[Literal["min_pixels", "max_pixels"], Annotated[int, Field(ge=1)]]
 
 
 class CustomDatasetConfig(StrictModel):

@@ -216,7 +216,8 @@ def _read_prompts(
     """Lengths of ``SAMPLED_PROMPTS`` prompts in tokens, the number of all prompts, the first rows, and the
     location of a row that lacks the ground truth that its built-in scorer needs."""
     unlimited = {"max_prompt_length": sys.maxsize, "filter_overlong_prompts": False}
-    reader = ImageReader.of(config.actor_rollout_ref.model.path, config.data.mm_processor_kwargs)
+    policy = config.actor_rollout_ref
+    reader = ImageReader.of(policy.model.path, config.data.mm_processor_kwargs, policy.rollout.limit_images)
     dataset = PromptDataset(files, tokenizer, config.data.model_copy(update=unlimited), reader=reader)
     rows = [dataset[index] for index in evenly_spread(len(dataset), SAMPLED_PROMPTS)]
     lengths = [len(row.prompt_token_ids) for row in rows]

@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from verl_rc.config.task import DataConfig
 from verl_rc.records.episode import Message, Opening
 from verl_rc.records.image_reader import ImageReader, with_pictures
-from verl_rc.records.pictures import Pictures
+from verl_rc.records.pictures import Pictures, read_pictures
 from verl_rc.records.records import CustomRecords, Record, RecordFile, VerifiersRecords, check_messages
 from verl_rc.records.tokenize import encode_prompt
+from verl_rc.records.unread import MEDIA
 
 
 class EpochBatches(Sampler[list[int]]):
@@ -316,9 +317,11 @@ class PromptDataset(Dataset[PromptRow]):
             return zlib.crc32(self._config.custom_cls.name.encode())
         crc, key = 0, self._config.prompt_key
         for index in evenly_spread(len(self), 64):
-            record, location, _ = self._record(self._row_indices[index])
+            record, location, folder = self._record(self._row_indices[index])
             messages = check_messages(record[key], key, location)
             crc = zlib.crc32(json.dumps(messages, sort_keys=True, default=str).encode(), crc)
+            if self._reader is not None and (images := record.get(self._config.image_key)):
+                crc = zlib.crc32(str(read_pictures(images, folder).number).encode(), crc)
         return crc
 
     def data_sources(self) -> dict[str, str]:
@@ -414,7 +417,8 @@ def _record_file(path: str, config: DataConfig, reader: ImageReader | None) -> R
     that has pictures where there is no ``reader``."""
     prompt_key = config.prompt_key
     required = (prompt_key, "data_source", "reward_model")
-    pictures = () if reader is None else (config.image_key,)
+    is_refused = reader is None and config.image_key in MEDIA  # by every file
+    pictures = () if is_refused else (config.image_key,)
     optional = ("extra_info", "agent_name", *pictures, *VerifiersRecords.COLUMNS)
     file = RecordFile(path, (), [*required, *optional], messages=prompt_key)
     rows: RecordFile | VerifiersRecords = file
@@ -424,8 +428,13 @@ def _record_file(path: str, config: DataConfig, reader: ImageReader | None) -> R
         file.require(required)
     for row, record in enumerate(rows):
         location = f"row {row} of {path}"
-        check_messages(record[prompt_key], prompt_key, location)
+        messages = check_messages(record[prompt_key], prompt_key, location)
         _check_record(record, location)
+        if reader is None:
+            try:
+                with_pictures(messages, record.get(config.image_key), None, Path(path).parent)
+            except ValueError as error:
+                raise ValueError(f"{location}: {error}.") from error
     return rows
 
 

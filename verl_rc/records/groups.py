@@ -214,7 +214,7 @@ def _plain_group(group: Group) -> dict[str, Any]:
     return {
         "number": group.number,
         "row_index": group.row.row_index,
-        "prompt_crc": _crc(group.row.prompt_token_ids),
+        "prompt_crc": _crc(group.row),
         "opening": None
         if group.row.opening is None
         else (group.row.prompt_token_ids, asdict(group.row.opening)),
@@ -245,17 +245,20 @@ def _plain_sample(sample: GroupSample) -> dict[str, Any]:
     }
 
 
-def _crc(prompt_token_ids: Sequence[int]) -> int:
-    return zlib.crc32(np.asarray(prompt_token_ids, dtype=np.int64).tobytes())
+def _crc(row: PromptRow) -> int:
+    """Of the tokens and pictures of a prompt."""
+    pictures = [] if row.pictures is None else [row.pictures.number]
+    return zlib.crc32(np.asarray([*row.prompt_token_ids, *pictures], dtype=np.int64).tobytes())
 
 
 def _group(plain: dict[str, Any], row: PromptRow, turn: Callable[..., Part | Answer]) -> Group:
     if plain["opening"] is not None:
         prompt_token_ids, opening = plain["opening"]
         row = replace(row, prompt_token_ids=prompt_token_ids, opening=Opening(**opening))
-    if plain["prompt_crc"] != _crc(row.prompt_token_ids):
+    if plain["prompt_crc"] != _crc(row):
         raise ValueError(
-            "a resumed run must give its prompts the tokens that were sampled from, but those of row "
+            "a resumed run must give its prompts the tokens and pictures that were sampled from, but those "
+            "of row "
             f"{plain['row_index']}, which the checkpoint was sampling, are others now. Restore the data, "
             "data.prompt_key, data.max_prompt_length, data.truncation, data.apply_chat_template_kwargs and "
             "the tokenizer, or start a new run with trainer.resume_mode=disable."

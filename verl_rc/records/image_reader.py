@@ -4,7 +4,6 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ _CACHED_BYTES = 256 << 20
 def reads_pictures(path: str) -> bool:
     """Whether the model at ``path`` is of a family in ``VISION_FAMILIES``; False where there is no model."""
     try:
-        kind: str = AutoConfig.from_pretrained(model_source(path)).model_type
+        kind: str = AutoConfig.from_pretrained(model_source(path), trust_remote_code=False).model_type
     except (OSError, ValueError):
         return False
     return kind in VISION_FAMILIES
@@ -44,60 +43,81 @@ class ImageReader:
     PIL resizes: torchvision's processors give other pixels.
     """
 
-    def __init__(self, path: str, options: PixelLimits) -> None:
-        """``options``: ``data.mm_processor_kwargs``."""
+    def __init__(self, path: str, options: PixelLimits, most: int | None = None) -> None:
+        """``options``: ``data.mm_processor_kwargs``. ``most``: pictures of a prompt, None for any number.
+
+        Raises ``ValueError`` for limits that leave no size, and for a folder without an image processor.
+        """
         source = model_source(path)
-        self._processor: Any = AutoImageProcessor.from_pretrained(source, backend="pil")
+        try:
+            self._processor: Any = AutoImageProcessor.from_pretrained(source, backend="pil")
+        except OSError as error:
+            raise ValueError(
+                f"a model that reads pictures must have a preprocessor_config.json, and {source} has none "
+                "that transformers reads: copy it from the model that it was made of"
+            ) from error
         if options:
             given = {_EDGES[name]: value for name, value in options.items()}
             self._processor.size = replace(self._processor.size, **given)
-        self.config = AutoConfig.from_pretrained(source)
+        size = self._processor.size
+        if size.shortest_edge > size.longest_edge:
+            raise ValueError(
+                f"data.mm_processor_kwargs must leave min_pixels <= max_pixels, got {size.shortest_edge} and "
+                f"{size.longest_edge}: the model's where not given"
+            )
+        self._most = most
         self.merge: int = self._processor.merge_size
         """Patches of a token in each direction."""
         self.patch_numbers: int = 3 * self._processor.temporal_patch_size * self._processor.patch_size**2
         """Numbers of a patch's pixels."""
-        self.token_id: int = self.config.image_token_id
-        # Of bytes: pictures differ in size by a factor of a thousand.
-        self._cache: dict[bytes, tuple[Tensor, Tensor]] = {}
+        self.token_id: int = AutoConfig.from_pretrained(source).image_token_id
+        self._counts: dict[str, int] = {}
+        """Tokens of each picture by its digest."""
+        # Bounded by bytes: pictures differ in size by a factor of a thousand.
+        self._cache: dict[str, tuple[Tensor, Tensor]] = {}
         self._cached_bytes = 0
-        self.num_tokens = lru_cache(1 << 16)(self._num_tokens)
 
     @classmethod
-    def of(cls, path: str, options: PixelLimits) -> "ImageReader | None":
+    def of(cls, path: str, options: PixelLimits, most: int | None = None) -> "ImageReader | None":
         """The reader of a model's pictures. None if the model reads none."""
-        return cls(path, options) if reads_pictures(path) else None
+        return cls(path, options, most) if reads_pictures(path) else None
 
     def save(self, folder: Path) -> None:
         """Write the image processor into the folder of a model."""
         self._processor.save_pretrained(folder)
 
-    def _num_tokens(self, image: bytes) -> int:
-        """Tokens that stand for a picture, by its header. Raises ``ValueError`` when it is none."""
-        width, height = _size(image)
-        patches: int = self._processor.get_number_of_image_patches(height, width, {})
-        return patches // self.merge**2
+    def num_tokens(self, pictures: Pictures) -> list[int]:
+        """Tokens that stand for each picture. Raises ``ValueError`` naming one that cannot be read."""
+        for number, (image, digest) in enumerate(zip(pictures.data, pictures.digests, strict=True), 1):
+            if digest not in self._counts:
+                try:
+                    width, height = _decoded(image).size
+                except ValueError as error:
+                    raise ValueError(f"picture {number}: {error}") from error
+                patches: int = self._processor.get_number_of_image_patches(height, width, {})
+                self._counts[digest] = patches // self.merge**2
+        return [self._counts[digest] for digest in pictures.digests]
 
     def expand(self, token_ids: Sequence[int], pictures: Pictures) -> list[int]:
         """A prompt with as many placeholders for each picture as it has tokens, from one for each.
 
-        Raises ``ValueError`` when there are more or fewer placeholders than pictures.
+        Raises ``ValueError`` when there are more or fewer placeholders than pictures, or too many.
         """
-        found = sum(token == self.token_id for token in token_ids)
-        if found != len(pictures.data):
+        found, count = sum(token == self.token_id for token in token_ids), len(pictures.data)
+        if self._most is not None and count > self._most:
             raise ValueError(
-                f"the prompt must render to a placeholder for each of {len(pictures.data)} pictures, and to "
-                f"no other, but has {found}: change the chat template, or the text"
+                f"a prompt must have at most actor_rollout_ref.rollout.limit_images={self._most} pictures, "
+                f"got {count}: raise it, or drop the row"
             )
-        counts = iter([self._count(number, image) for number, image in enumerate(pictures.data, 1)])
+        if found != count:
+            raise ValueError(
+                f"the prompt must render to a placeholder for each of {count} pictures, and to no other, but "
+                f"has {found}: change the chat template, or the text"
+            )
+        counts = iter(self.num_tokens(pictures))
         return [
             copy for token in token_ids for copy in [token] * (next(counts) if token == self.token_id else 1)
         ]
-
-    def _count(self, number: int, image: bytes) -> int:
-        try:
-            return self.num_tokens(image)
-        except ValueError as error:
-            raise ValueError(f"picture {number}: {error}") from error
 
     def ranges(self, token_ids: Any, pictures: Pictures) -> list[tuple[int, int]]:
         """First place and number of the tokens of each picture in a prompt, behind which a response may be:
@@ -106,9 +126,9 @@ class ImageReader:
         Raises ``ValueError`` when the prompt has not the placeholders that the pictures need.
         """
         ids, ranges, start = np.asarray(token_ids), list[tuple[int, int]](), 0
-        for image in pictures.data:
+        for count in self.num_tokens(pictures):
             places = np.flatnonzero(ids[start:] == self.token_id)
-            first, count = start + int(places[0]) if len(places) else len(ids), self.num_tokens(image)
+            first = start + int(places[0]) if len(places) else len(ids)
             if not (ids[first : first + count] == self.token_id).all() or first + count > len(ids):
                 raise ValueError(
                     f"picture {len(ranges) + 1} of a prompt needs {count} placeholders in a row, and they "
@@ -121,27 +141,22 @@ class ImageReader:
     def read(self, pictures: Pictures) -> tuple[Tensor, Tensor]:
         """Pixels of all patches, float32 ``[patches, numbers]``, and the grids of the pictures, int64
         ``[images, 3]``: patches in time, height and width."""
-        pixels, grids = zip(*map(self._read, pictures.data), strict=True)
+        pixels, grids = zip(*map(self._read, pictures.data, pictures.digests), strict=True)
         return torch.cat(pixels), torch.cat(grids)
 
-    def _read(self, image: bytes) -> tuple[Tensor, Tensor]:
-        if image not in self._cache:
-            try:
-                with Image.open(BytesIO(image)) as opened:
-                    # Modes such as P and RGBA must not depend on what a processor does with them.
-                    picture = opened.convert("RGB")
-            except (OSError, SyntaxError) as error:
-                raise ValueError(f"PIL cannot read a picture of {len(image)} bytes: {error}") from error
-            values = self._processor(images=[picture], return_tensors="pt")
-            self._cache[image] = values["pixel_values"], values["image_grid_thw"]
+    def _read(self, image: bytes, digest: str) -> tuple[Tensor, Tensor]:
+        if digest not in self._cache:
+            values = self._processor(images=[_decoded(image)], return_tensors="pt")
+            self._cache[digest] = values["pixel_values"], values["image_grid_thw"]
             self._cached_bytes += values["pixel_values"].nbytes
             while self._cached_bytes > _CACHED_BYTES and len(self._cache) > 1:
                 self._cached_bytes -= self._cache.pop(next(iter(self._cache)))[0].nbytes
-        return self._cache[image]
+        return self._cache[digest]
 
 
-def _size(image: bytes) -> tuple[int, int]:
-    """Width and height. Raises ``ValueError`` with the reason for what is not one readable picture."""
+def _decoded(image: bytes) -> Image.Image:
+    """The picture in RGB, on white where it is transparent, as vLLM has it; not turned as EXIF says, as in
+    verl. Raises ``ValueError`` with the reason for what is not one readable picture."""
     try:
         with warnings.catch_warnings(), Image.open(BytesIO(image)) as opened:
             warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -153,9 +168,14 @@ def _size(image: bytes) -> tuple[int, int]:
                     f"it has {width} x {height} pixels, of which {_MOST_PIXELS >> 20} million and a ratio of "
                     f"sides of {_LARGEST_RATIO} are the most"
                 )
+            if opened.mode.startswith(("I", "F")):
+                raise ValueError(f"its numbers have more than 8 bits (mode {opened.mode}): convert it")
+            if "A" not in opened.getbands() and "transparency" not in opened.info:
+                return opened.convert("RGB")
+            coloured = opened.convert("RGBA")
+            return Image.alpha_composite(Image.new("RGBA", coloured.size, "white"), coloured).convert("RGB")
     except (OSError, SyntaxError, Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
         raise ValueError(f"PIL cannot read it: {error}") from error
-    return width, height
 
 
 def with_pictures(
@@ -167,15 +187,17 @@ def with_pictures(
     Raises ``ValueError`` when a model without a ``reader`` gets some, when the texts have not one mark for
     each, or when one cannot be read.
     """
-    if not images:
+    has_some = images is not None and len(images) > 0
+    if reader is None and not has_some:
         return [dict(message) for message in messages], None
     if reader is None:
         raise ValueError(
             "the model reads no pictures, and the row has some. Train a model with a vision tower, or drop "
             "the column"
         )
-    pictures = read_pictures(images, folder)
-    found, count = sum(message["content"].count(MARK) for message in messages), len(pictures.data)
+    pictures = read_pictures(images, folder) if has_some else None
+    found = sum(message["content"].count(MARK) for message in messages)
+    count = 0 if pictures is None else len(pictures.data)
     if found != count:
         raise ValueError(f"the prompt must have {MARK} once for each of its {count} pictures, it has {found}")
     marked = [dict(message) for message in messages]

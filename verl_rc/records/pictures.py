@@ -1,6 +1,7 @@
 """Pictures of a prompt as encoded bytes. Pixels are made where they are needed, and never travel."""
 
 import hashlib
+import threading
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -30,12 +31,13 @@ class Pictures:
         digests = tuple(hashlib.sha256(image).hexdigest() for image in data)
         whole = hashlib.sha256("".join(digests).encode()).digest()
         number = max(1, int.from_bytes(whole[:8], "little") >> 1)
-        if (known := _KNOWN.get(number)) is not None:
-            return known
-        pictures = super().__new__(cls)
-        pictures.data, pictures.digests, pictures.number = tuple(data), digests, number
-        _KNOWN[number] = pictures
-        return pictures
+        with _LOCK:
+            if (known := _KNOWN.get(number)) is not None:
+                return known
+            pictures = super().__new__(cls)
+            pictures.data, pictures.digests, pictures.number = tuple(data), digests, number
+            _KNOWN[number] = pictures
+            return pictures
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process makes its one object of them, whose number follows from the bytes."""
@@ -53,13 +55,17 @@ class Pictures:
         return pictures
 
 
+_LOCK = threading.Lock()
 _KNOWN: WeakValueDictionary[int, Pictures] = WeakValueDictionary()
+
+
+_CELL_KEYS = ("bytes", "image", "path")
 
 
 def read_pictures(cells: Any, folder: Path) -> Pictures:
     """The pictures of a data file's cell, see ``image_bytes``; raises ``ValueError`` naming the picture."""
     if not isinstance(cells, Sequence) or isinstance(cells, str | bytes):
-        cells = [cells]
+        cells = cells.tolist() if hasattr(cells, "tolist") else [cells]
     images = []
     for number, cell in enumerate(cells, 1):
         try:
@@ -76,7 +82,12 @@ def image_bytes(cell: Any, folder: Path) -> bytes:
     file that cannot be read.
     """
     if isinstance(cell, Mapping):
-        cell = next((cell[key] for key in ("bytes", "image", "path") if cell.get(key) is not None), None)
+        if ignored := [key for key, value in cell.items() if value is not None and key not in _CELL_KEYS]:
+            raise ValueError(
+                f"{ignored[0]!r} of a single picture is not read: drop it, data.mm_processor_kwargs holds "
+                "for all"
+            )
+        cell = next((cell[key] for key in _CELL_KEYS if cell.get(key) is not None), None)
     if isinstance(cell, str):
         return (folder / Path(cell.removeprefix("file://")).expanduser()).read_bytes()
     if isinstance(cell, bytes):

@@ -18,6 +18,7 @@ from verl_rc.records.image_reader import ImageReader, with_pictures
 from verl_rc.records.pictures import Pictures
 from verl_rc.records.records import RecordFile, check_messages
 from verl_rc.records.special_tokens import SpecialTokens
+from verl_rc.records.unread import MEDIA
 
 _REMOTE_CODE_PACKAGE = "transformers_modules"
 _SHOWN_CHARACTERS = 200
@@ -191,7 +192,8 @@ def _render_whole(tokenizer: Any, messages: Sequence[Mapping[str, Any]], argumen
             continue
         # A template may rewrite a content (such as switches in a system message), as long as it reads it.
         others = list(messages)
-        others[index] = {**message, "content": message["content"] + _PROBE}
+        probe = _PROBE if isinstance(message["content"], str) else [{"type": "text", "text": _PROBE}]
+        others[index] = {**message, "content": message["content"] + probe}
         if _render(tokenizer, others, arguments) == text:
             raise ValueError(
                 f"the chat template must render every message of a prompt, but leaves out {message}. Drop "
@@ -206,16 +208,22 @@ def _first_lost(messages: Sequence[Mapping[str, Any]], text: str) -> Mapping[str
     there is none. Templates may drop spaces around a content, and write it as JSON."""
     position = 0
     for message in messages:
-        content = message.get("content")
-        if not isinstance(content, str):
-            continue
-        for form in _forms(content.strip()):
-            if (start := text.find(form, position)) >= 0:
-                position = start + len(form)
-                break
-        else:
-            return message
+        for content in _texts(message):
+            for form in _forms(content.strip()):
+                if (start := text.find(form, position)) >= 0:
+                    position = start + len(form)
+                    break
+            else:
+                return message
     return None
+
+
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    """The texts of a message, which may have pictures between them."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content or () if part.get("type") == "text"]
 
 
 def _forms(content: str) -> Iterator[str]:
@@ -396,19 +404,20 @@ def read_worked_examples(
     """
     examples = []
     for path in files:
-        pictures_key = [] if reader is None else [image_key]
+        pictures_key = [] if reader is None and image_key in MEDIA else [image_key]
         file = RecordFile(path, [messages_key], pictures_key, messages=messages_key)
         for index, record in enumerate(file):
             location = f"row {index} of {path}"
             messages = check_messages(record[messages_key], messages_key, location)
             try:
                 messages, pictures = with_pictures(messages, record.get(image_key), reader, Path(path).parent)
-                example = _encode(messages, tokenizer, location)
-                if pictures is not None and reader is not None:
-                    prompt = reader.expand(example.prompt_token_ids, pictures)
-                    example = WorkedExample(prompt, example.answer_token_ids, pictures)
+                if not isinstance(messages[-1]["content"], str):
+                    raise ValueError("an answer has text alone: write <image> into the question")
             except ValueError as error:
-                raise ValueError(f"{location}: {error}") from error
+                raise ValueError(f"{location}: {error}.") from error
+            example = _encode(messages, tokenizer, location)
+            if pictures is not None and reader is not None:
+                example = _expanded(example, pictures, reader, location)
             if example.num_tokens > max_length:
                 raise ValueError(
                     f"an example must have at most data.max_length={max_length} tokens, got "
@@ -416,6 +425,16 @@ def read_worked_examples(
                 )
             examples.append(example)
     return examples
+
+
+def _expanded(
+    example: WorkedExample, pictures: Pictures, reader: ImageReader, location: str
+) -> WorkedExample:
+    try:
+        prompt = reader.expand(example.prompt_token_ids, pictures)
+    except ValueError as error:
+        raise ValueError(f"{location}: {error}.") from error
+    return WorkedExample(prompt, example.answer_token_ids, pictures)
 
 
 def _encode(messages: list[dict[str, Any]], tokenizer: Any, location: str) -> WorkedExample:

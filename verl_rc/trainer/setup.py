@@ -236,7 +236,9 @@ def _load_tokenizer(config: RunConfig) -> tuple[Any, ImageReader | None]:
     if "teacher" in config.frozen_policies:
         teacher = config.frozen_policies["teacher"]
         require_same_vocabulary(tokenizer, teacher.model_path, model.trust_remote_code)
-    return tokenizer, ImageReader.of(model.path, config.data.mm_processor_kwargs)
+    return tokenizer, ImageReader.of(
+        model.path, config.data.mm_processor_kwargs, config.actor_rollout_ref.rollout.limit_images
+    )
 
 
 def _with_environment(

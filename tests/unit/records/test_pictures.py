@@ -7,11 +7,13 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from pydantic import ValidationError
 from ragged_rows import ragged
 from small_vision import FAMILIES, Prompts, batch_of, picture, write_model
 from transformers import AutoModelForImageTextToText
@@ -30,7 +32,7 @@ from verl_rc.records.parts import Part, Sample
 from verl_rc.records.pictures import Pictures, image_bytes
 from verl_rc.records.ragged import Ragged
 from verl_rc.records.rollout_batch import build_rollout_batch
-from verl_rc.records.tokenize import load_tokenizer
+from verl_rc.records.tokenize import encode_prompt, load_tokenizer, read_worked_examples
 from verl_rc.runtime.rollout.sampling import GenerationRequest
 
 SMALL, WIDE = picture(1), picture(2, 56, 84)
@@ -79,6 +81,8 @@ def test_a_checkpoint_of_running_samples_has_no_picture() -> None:
         saved = pack([group])
         assert saved["groups"][0]["samples"][0]["pictures"] == pictures.number
         assert unpack(saved, lambda _, row=row: row)[0].samples[0].response.pictures == pictures.number
+        with pytest.raises(ValueError, match=r"the tokens and pictures that were sampled from"):
+            unpack(saved, lambda _, row=row: replace(row, pictures=Pictures([SMALL])))
         sizes.append(len(pickle.dumps(saved)))
     assert abs(sizes[0] - sizes[1]) < 16
 
@@ -104,7 +108,7 @@ def test_placeholders(folder: str) -> None:
     of text."""
     made = Prompts(folder)
     reader = made.reader
-    assert (reader.num_tokens(SMALL), reader.num_tokens(WIDE)) == (4, 6)
+    assert reader.num_tokens(Pictures([SMALL, WIDE])) == [4, 6]
     token_ids, pictures = made.encode("<image>and<image>: which?", SMALL, WIDE)
     assert len(token_ids) == 26
     assert pictures is not None
@@ -118,8 +122,19 @@ def test_placeholders(folder: str) -> None:
 
 def test_pixels_have_limits(folder: str) -> None:
     limited = ImageReader(folder, {"max_pixels": 28 * 28 * 4})
-    assert limited.num_tokens(picture(1, 280, 280)) == 4
-    assert ImageReader(folder, {}).num_tokens(picture(1, 280, 280)) == 64
+    large = Pictures([picture(1, 280, 280)])
+    assert limited.num_tokens(large) == [4]
+    assert ImageReader(folder, {}).num_tokens(large) == [64]
+    with pytest.raises(ValueError, match="must leave min_pixels <= max_pixels, got 100000 and 1000"):
+        ImageReader(folder, {"min_pixels": 100_000, "max_pixels": 1000})
+    with pytest.raises(ValidationError, match="greater than or equal to 1"):
+        DataConfig(
+            train_files=["a"],
+            val_files=["a"],
+            mm_processor_kwargs={"max_pixels": 0},
+            seed=1,
+            gen_batch_size=1,
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -169,7 +184,9 @@ def rows_file(folder: Path, *rows: tuple[str, Any]) -> str:
     return str(path)
 
 
-def dataset_of(path: str, folder: str, with_reader: bool = True, **options: Any) -> PromptDataset:
+def dataset_of(
+    path: str, folder: str, with_reader: bool = True, most: int | None = None, **options: Any
+) -> PromptDataset:
     given = {
         "train_files": [path],
         "val_files": [path],
@@ -178,7 +195,7 @@ def dataset_of(path: str, folder: str, with_reader: bool = True, **options: Any)
         "max_prompt_length": 40,
     }
     config = DataConfig(**{**given, **options})
-    reader = ImageReader.of(folder, {}) if with_reader else None
+    reader = ImageReader.of(folder, {}, most) if with_reader else None
     return PromptDataset([path], load_tokenizer(folder, False), config, reader=reader)
 
 
@@ -206,6 +223,11 @@ def animation() -> bytes:
     return encoded.getvalue()
 
 
+def sixteen_bits() -> bytes:
+    Image.fromarray(np.full((28, 28), 1000, np.uint16)).save(encoded := BytesIO(), format="PNG")
+    return encoded.getvalue()
+
+
 def strip() -> bytes:
     Image.new("RGB", (2, 500)).save(encoded := BytesIO(), format="PNG")
     return encoded.getvalue()
@@ -225,6 +247,16 @@ def strip() -> bytes:
         ("<image><image>", cells(SMALL, animation()), "picture 2: it is animated"),
         ("<image>", cells(strip()), "picture 1: it has 2 x 500 pixels, .* a ratio of sides of 200"),
         ("<image>", [{"bytes": None, "path": "nowhere.png"}], "picture 1: .*nowhere.png"),
+        ("<image>how many?", None, "for each of its 0 pictures, it has 1"),
+        ("<image>how many?", [], "for each of its 0 pictures, it has 1"),
+        (
+            "<image>",
+            cells(SMALL[: len(SMALL) // 2]),
+            "picture 1: PIL cannot read it: image file is truncated",
+        ),
+        ("<image>", cells(sixteen_bits()), "picture 1: its numbers have more than 8 bits"),
+        ("<image>", [{"bytes": SMALL, "max_pixels": 784}], "'max_pixels' of a single picture is not read"),
+        ("<image>" * 3, cells(SMALL, SMALL, SMALL), "at most .*limit_images=2 pictures, got 3"),
         ("<image>" + "x" * 40, cells(SMALL), "must have at most data.max_prompt_length=40 tokens, got 47"),
     ],
 )
@@ -233,7 +265,7 @@ def test_a_row_that_is_refused(
 ) -> None:
     """Also a long one, of which a placeholder could be cut."""
     with pytest.raises(ValueError, match=said):
-        dataset_of(rows_file(tmp_path, (text, images)), folder, truncation="left")
+        dataset_of(rows_file(tmp_path, (text, images)), folder, most=2, truncation="left")
 
 
 def test_a_text_model_with_pictures_is_refused(folder: str, tmp_path: Path) -> None:
@@ -242,10 +274,38 @@ def test_a_text_model_with_pictures_is_refused(folder: str, tmp_path: Path) -> N
         dataset_of(path, folder, with_reader=False)
 
 
-def test_a_picture_that_is_cut_is_refused_when_it_is_read(folder: str) -> None:
-    cut = Pictures([SMALL[: len(SMALL) // 2]])
-    with pytest.raises(ValueError, match=r"PIL cannot read a picture of .* bytes: image file is truncated"):
-        Prompts(folder).reader.read(cut)
+def test_another_column_is_refused_for_a_text_model_too(folder: str, tmp_path: Path) -> None:
+    path = rows_file(tmp_path, ("red", None), ("<image>red", cells(SMALL)))
+    renamed = pq.read_table(path).rename_columns(["prompt", "data_source", "reward_model", "photos"])
+    pq.write_table(renamed, path)
+    with pytest.raises(ValueError, match=r"row 1 of .*the model reads no pictures, and the row has some"):
+        dataset_of(path, folder, with_reader=False, image_key="photos")
+
+
+def test_other_pictures_are_other_data(folder: str, tmp_path: Path) -> None:
+    """Also where their texts are the same."""
+    found = set()
+    for image in (SMALL, WIDE):
+        (tmp_path / str(len(found))).mkdir()
+        found.add(
+            dataset_of(
+                rows_file(tmp_path / str(len(found)), ("<image>red", cells(image))), folder
+            ).fingerprint()
+        )
+    assert len(found) == 2
+
+
+def test_what_is_transparent_lies_on_white(folder: str) -> None:
+    """A black line: on black it would be gone."""
+    drawing = Image.new("RGBA", (56, 56), (0, 0, 0, 0))
+    drawing.paste((0, 0, 0, 255), (10, 10, 46, 14))
+    drawing.save(encoded := BytesIO(), format="PNG")
+    white = Image.new("RGB", (56, 56), "white")
+    white.paste((0, 0, 0), (10, 10, 46, 14))
+    white.save(expected := BytesIO(), format="PNG")
+    reader = Prompts(folder).reader
+    found, wanted = (reader.read(Pictures([one.getvalue()]))[0] for one in (encoded, expected))
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "P", "L", "CMYK"])
@@ -256,3 +316,22 @@ def test_every_mode_becomes_rgb(mode: str, folder: str) -> None:
     image.convert("RGB").save(again := BytesIO(), format="PNG")
     expected, _ = Prompts(folder).reader.read(Pictures([again.getvalue()]))
     assert torch.equal(pixels, expected)
+
+
+def test_a_template_that_drops_the_text_beside_a_picture_is_refused(folder: str) -> None:
+    tokenizer = load_tokenizer(folder, False)
+    kept = "{{ part['text'] }}"
+    assert kept in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(kept, "")
+    marked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how many?"}]}]
+    with pytest.raises(ValueError, match=r"must render every message of a prompt, but leaves out .*how many"):
+        encode_prompt(tokenizer, marked)
+
+
+def test_an_answer_has_no_picture(folder: str, tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "show red"}, {"role": "assistant", "content": "<image>"}]
+    path = tmp_path / "sft.parquet"
+    pq.write_table(pa.Table.from_pylist([{"messages": said, "images": cells(SMALL)}]), path)
+    reader = ImageReader.of(folder, {})
+    with pytest.raises(ValueError, match=r"row 0 of .*: an answer has text alone"):
+        read_worked_examples([str(path)], "messages", load_tokenizer(folder, False), 64, "images", reader)
