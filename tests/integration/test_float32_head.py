@@ -19,7 +19,7 @@ from verl_rc.runtime.rollout.vllm.options import engine_options
 from verl_rc.runtime.weight_sync.sender import every_name
 from verl_rc.runtime.workers.environment import engine_environment
 from verl_rc.runtime.workers.forward import ForwardOptions, score_tokens
-from verl_rc.runtime.workers.language_model import load_causal_lm
+from verl_rc.runtime.workers.language_model import Products, load_causal_lm
 
 PROMPTS = [[3 + (7 * row + 5 * place) % 250 for place in range(12)] for row in range(16)]
 RESPONSE = 24
@@ -65,7 +65,7 @@ def sampled(engine: ChildProcess) -> tuple[TokenBatch, Tensor]:
 
 
 def mean_gap(folder: Path, head: str | None, tokens: TokenBatch, rollout: Tensor) -> float:
-    model = load_causal_lm(str(folder), torch.bfloat16, head_dtype=head).eval()
+    model = load_causal_lm(str(folder), torch.bfloat16, products=Products(head)).eval()
     with torch.no_grad():
         scores = score_tokens(model, tokens, ForwardOptions(), with_entropy=False)
     return float((scores.log_probs.float() - rollout).abs().mean())

@@ -24,7 +24,7 @@ from verl_rc.runtime.exact import gpu_engine, gpu_kernels
 from verl_rc.runtime.exact.captured_trainer import CapturedTrainer, ComparedOperation
 from verl_rc.runtime.exact.operations import require_batch_invariance
 from verl_rc.runtime.workers.forward import ForwardOptions, score_tokens
-from verl_rc.runtime.workers.language_model import load_causal_lm
+from verl_rc.runtime.workers.language_model import Products, load_causal_lm
 
 LENGTHS = [1, 45, 7]
 DECODED = (0, 15, 16, 31, 32, 44)
@@ -126,7 +126,9 @@ def model(folder: str) -> dict[str, Any]:
     tokens, log_probs, gradients = make_tokens([3, 6, 1], [7, 2, 5]), [], []
     score = partial(score_tokens, options=ForwardOptions(0.7), with_entropy=True)
     for exact in (True, False):
-        policy = load_causal_lm(folder, torch.float32, exact_dtype=torch.float32 if exact else None)
+        policy = load_causal_lm(
+            folder, torch.float32, products=Products(exact_dtype=torch.float32 if exact else None)
+        )
         scores = score(policy, tokens)
         log_probs.append(scores.log_probs)
         weights = torch.linspace(-1.0, 1.0, scores.log_probs.numel())

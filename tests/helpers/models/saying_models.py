@@ -19,6 +19,7 @@ SHAPE = Namespace(
     max_length=1024,
     tie_word_embeddings=False,
     experts=0,
+    vision=None,
 )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from verl_rc.config.run import RunConfig
 from verl_rc.records.batches import TokenBatch
 from verl_rc.runtime.workers.forward import ForwardOptions, score_tokens
-from verl_rc.runtime.workers.language_model import load_causal_lm, torch_dtype
+from verl_rc.runtime.workers.language_model import Products, load_causal_lm, torch_dtype
 
 _ROWS_AT_ONCE = 16
 
@@ -24,8 +24,7 @@ class TrainerReplay:
             model_folder,
             dtype,
             trust_remote_code=policy.model.trust_remote_code,
-            head_dtype=policy.model.head_dtype,
-            exact_dtype=dtype if policy.exact else None,
+            products=Products(policy.model.head_dtype, dtype if policy.exact else None),
         )
         self._model.eval()
         self._options = ForwardOptions(policy.rollout.temperature, policy.model.use_remove_padding)

@@ -16,7 +16,7 @@ from verl_rc.runtime.distributed.process_group import RankAddress, join_trainer_
 from verl_rc.runtime.exact import capture
 from verl_rc.runtime.workers.environment import LOOPBACK
 from verl_rc.runtime.workers.forward import ForwardOptions, packed_logits, score_tokens
-from verl_rc.runtime.workers.language_model import load_causal_lm
+from verl_rc.runtime.workers.language_model import Products, load_causal_lm
 
 _CAPTURED_ATTENTION = "verl_rc_captured"
 _FUSED_LAYERS = {
@@ -57,7 +57,9 @@ class CapturedTrainer:
         compute_dtype: torch.dtype = getattr(torch, dtype)
         self._device = trainer_device("auto")
         mesh = join_trainer_group(RankAddress(0, 1, LOOPBACK, listen(LOOPBACK)), self._device)
-        self.model = load_causal_lm(model_path, torch.float32, exact_dtype=compute_dtype if exact else None)
+        self.model = load_causal_lm(
+            model_path, torch.float32, products=Products(exact_dtype=compute_dtype if exact else None)
+        )
         config: Any = self.model.config
         attention = AttentionInterface()[config._attn_implementation]
         AttentionInterface.register(_CAPTURED_ATTENTION, self._with_captured_rotary(attention))

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +39,27 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def load_causal_lm(  # noqa: PLR0913  (each is a key of the configuration)
+@dataclass(frozen=True)
+class Products:
+    """Precisions of products that are not those of the weights."""
+
+    head_dtype: str | None = None
+    """Of the logits, by its name. None means that of the hidden states."""
+    exact_dtype: torch.dtype | None = None
+    """Of all products in exact mode. None means an ordinary run."""
+
+
+def load_causal_lm(
     path: str,
     dtype: torch.dtype,
     gradient_checkpointing: bool = False,
     trust_remote_code: bool = False,
     mesh: DeviceMesh | None = None,
-    head_dtype: str | None = None,
-    exact_dtype: torch.dtype | None = None,
+    products: Products = Products(),
     pixel_limits: PixelLimits | None = None,
 ) -> nn.Module:
-    """Load a Hugging Face causal language model that takes packed input and scores tokens, with logits in
-    ``head_dtype`` (None: ``dtype``).
+    """Load a Hugging Face causal language model that takes packed input and scores tokens.
 
-    ``exact_dtype`` is the precision of its products in exact mode. None means an ordinary run.
     ``pixel_limits`` are ``data.mm_processor_kwargs``, of a model that reads pictures.
     With ``mesh``, each rank reads its shards alone, and ``shard_model`` must follow before a forward pass.
 
@@ -68,11 +76,11 @@ def load_causal_lm(  # noqa: PLR0913  (each is a key of the configuration)
         model: nn.Module = auto.from_pretrained(source, **arguments, **sharding)
     if reader is not None:
         model = pictures_by_place(model, reader)
-    precision = None if head_dtype is None else torch_dtype(head_dtype)
+    precision = None if products.head_dtype is None else torch_dtype(products.head_dtype)
     model = separate_sequences(_with_checkpointing(model, gradient_checkpointing))
-    if exact_dtype is None:
+    if products.exact_dtype is None:
         return add_scoring(model, precision)
-    return add_scoring(use_engine_operations(model, exact_dtype), precision, exact_scores)
+    return add_scoring(use_engine_operations(model, products.exact_dtype), precision, exact_scores)
 
 
 def language_model_class(config: Any) -> Any:

@@ -41,7 +41,7 @@ from verl_rc.runtime.weight_sync.transfer_group import TransferAddress
 from verl_rc.runtime.workers.activation_offload import offload_layer_inputs
 from verl_rc.runtime.workers.forward import ForwardOptions, score_tokens
 from verl_rc.runtime.workers.host import host_memory
-from verl_rc.runtime.workers.language_model import load_causal_lm, torch_dtype
+from verl_rc.runtime.workers.language_model import Products, load_causal_lm, torch_dtype
 from verl_rc.runtime.workers.lora import adapters_off, add_adapters, engine_weights, linear_weights
 from verl_rc.runtime.workers.micro_batches import (
     ObjectiveTotals,
@@ -93,8 +93,10 @@ class PolicyWorker(Learner):
             recomputes_activations(model_config, self._device.type == "cuda"),
             model_config.trust_remote_code,
             shards,
-            model_config.head_dtype,
-            torch_dtype(fsdp.dtype) if config.actor_rollout_ref.exact else None,
+            Products(
+                model_config.head_dtype,
+                torch_dtype(fsdp.dtype) if config.actor_rollout_ref.exact else None,
+            ),
             config.data.mm_processor_kwargs,
         )
         if self._actor.freeze_vision_tower:
@@ -375,8 +377,9 @@ class FrozenWorker:
             gradient_checkpointing=False,
             trust_remote_code=model.trust_remote_code,
             mesh=mesh,
-            head_dtype=model.head_dtype,
-            exact_dtype=torch_dtype(fsdp.dtype) if config.actor_rollout_ref.exact else None,
+            products=Products(
+                model.head_dtype, torch_dtype(fsdp.dtype) if config.actor_rollout_ref.exact else None
+            ),
             pixel_limits=config.data.mm_processor_kwargs,
         )
         self.model = FrozenModel(module, mesh, fsdp)

@@ -66,7 +66,8 @@ def _quantisation_problem(source: Any) -> str | None:
 
 def _sharing_problem(config: RunConfig, role: str, source: Any) -> str | None:
     """The reason why ranks of ``role`` cannot share the tokens of a row, or None."""
-    size, text = config.sequence_parallel_sizes.get(role, 1), source.get_text_config()
+    sizes, text = {role: 1, **config.sequence_parallel_sizes}, source.get_text_config()
+    size = sizes[role]
     key = f"{FSDP_SECTIONS[role]}.ulysses_sequence_parallel_size"
     if size == 1:
         return None
@@ -123,8 +124,8 @@ def _torchvision_problem(source: Any) -> str | None:
     if source.model_type not in (*VISION_FAMILIES, "qwen3_5_text") or find_spec("torchvision") is not None:
         return None
     return (
-        "vLLM's class of it imports torchvision, which is not installed: install the torchvision 0.28.0 that "
-        "was built for your torch (on a CPU: --index-url https://download.pytorch.org/whl/cpu)"
+        "vLLM's class of it imports torchvision, which is not installed: scripts/install.sh installs the "
+        "version that was built with this torch (0.28.0), where it is to be had"
     )
 
 

@@ -1198,7 +1198,7 @@ def canary_tokens_in_bfloat16():
         compute_log_probs=lambda tokens, _: Timed(
             SimpleNamespace(log_probs=torch.full(tokens.responses.shape, -1.0)), 0.0
         ),
-        estimate_rounding=Mock(side_effect=[torch.tensor([[1 / 8, 3 / 8]])]),
+        estimate_rounding=Mock(side_effect=[torch.tensor([1 / 8, 3 / 8])]),
     )
     answers = [[[made_sample(0, [5, 6], 1, [-1.5, -1.25])]]] * 2
     return judged_canaries(

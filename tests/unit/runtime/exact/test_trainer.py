@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from verl_rc.runtime.exact.trainer import exact_scores
 from verl_rc.runtime.workers.forward import ForwardOptions, score_tokens
-from verl_rc.runtime.workers.language_model import load_causal_lm
+from verl_rc.runtime.workers.language_model import Products, load_causal_lm
 from verl_rc.tensor_ops import ScoreOptions, scores_from_hidden_states
 
 TOKENS = make_tokens([3, 6, 1], [7, 2, 5])
@@ -22,7 +22,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, exact: bool) -> nn.Module:
-    return load_causal_lm(str(folder), torch.float32, exact_dtype=torch.float32 if exact else None)
+    return load_causal_lm(
+        str(folder), torch.float32, products=Products(exact_dtype=torch.float32 if exact else None)
+    )
 
 
 def scored(model: nn.Module, packed: bool = True, rows: slice = slice(None)) -> Tensor:

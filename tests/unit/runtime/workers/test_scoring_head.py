@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from verl_rc.config.models import ModelConfig
 from verl_rc.runtime.workers.forward import ForwardOptions, packed_logits, score_tokens
-from verl_rc.runtime.workers.language_model import load_causal_lm
+from verl_rc.runtime.workers.language_model import Products, load_causal_lm
 from verl_rc.runtime.workers.lora import adapters_off, add_adapters
 from verl_rc.runtime.workers.packing import PackedSequences
 from verl_rc.runtime.workers.scoring_head import add_scoring
@@ -130,7 +130,7 @@ def test_with_adapters_the_adapters_learn_and_without_them_it_is_the_base_model(
 
 def test_a_head_in_float32_takes_weights_and_states_as_they_are(model_folder: Path) -> None:
     """bfloat16 everywhere else: products in float64 of the same numbers."""
-    model = load_causal_lm(str(model_folder), torch.bfloat16, head_dtype="float32")
+    model = load_causal_lm(str(model_folder), torch.bfloat16, products=Products("float32"))
     found = score_tokens(model, TOKENS, ForwardOptions(0.7), with_entropy=False).log_probs
     assert found.dtype == torch.float32
     plain = load_causal_lm(str(model_folder), torch.bfloat16)
