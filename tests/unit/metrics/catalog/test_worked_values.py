@@ -1196,7 +1196,7 @@ def canary_tokens_in_bfloat16():
     the first publication asks for it."""
     actor = SimpleNamespace(
         compute_log_probs=lambda tokens, _: Timed(
-            SimpleNamespace(log_probs=torch.full(tokens.responses.shape, -1.0)), 0.0
+            tokens.become(TokenScores, log_probs=torch.full(tokens.responses.shape, -1.0)), 0.0
         ),
         estimate_rounding=Mock(side_effect=[torch.tensor([1 / 8, 3 / 8])]),
     )
