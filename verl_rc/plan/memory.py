@@ -22,7 +22,7 @@ from verl_rc.config.run import FSDP_SECTIONS, RunConfig
 from verl_rc.config.schema import with_value
 from verl_rc.plan.driver import MIB, driver_bytes
 from verl_rc.plan.run_plan.schedule import LongestRows, UpdateArithmetic, plan_arithmetic
-from verl_rc.records.image_reader import VISION_FAMILIES
+from verl_rc.records.vision_models import VISION_FAMILIES
 from verl_rc.runtime.workers.experts import idle_share
 from verl_rc.runtime.workers.language_model import language_model_class, torch_dtype
 from verl_rc.tensor_ops.logprobs import logits_at_once

@@ -17,24 +17,14 @@ from transformers import AutoConfig, AutoImageProcessor
 from verl_rc.config.models import model_source
 from verl_rc.config.task import PixelLimits
 from verl_rc.records.pictures import Pictures, read_pictures
+from verl_rc.records.vision_models import reads_pictures
 
-VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
-"""Values of ``model_type`` whose engine and trainer were compared on pictures."""
 MARK = "<image>"
 """Stands for a picture in the text of a prompt, as in verl's data."""
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _MOST_PIXELS = 64 << 20
 _LARGEST_RATIO = 200
 _CACHED_BYTES = 256 << 20
-
-
-def reads_pictures(path: str) -> bool:
-    """Whether the model at ``path`` is of a family in ``VISION_FAMILIES``; False where there is no model."""
-    try:
-        kind: str = AutoConfig.from_pretrained(model_source(path), trust_remote_code=False).model_type
-    except (OSError, ValueError):
-        return False
-    return kind in VISION_FAMILIES
 
 
 class ImageReader:

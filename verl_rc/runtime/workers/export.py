@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForTokenClassification
 from verl_rc.config.errors import listed
 from verl_rc.config.files import is_outside
 from verl_rc.config.models import ModelConfig
-from verl_rc.records.image_reader import VISION_FAMILIES
 from verl_rc.records.tokenize import load_tokenizer
+from verl_rc.records.vision_models import VISION_FAMILIES
 from verl_rc.runtime.checkpoint import CheckpointError, CheckpointStore, SavedRun, load_full_state_dict
 from verl_rc.runtime.checkpoint.shards import is_frozen, named_tensors
 from verl_rc.runtime.workers.language_model import language_model_class, load_causal_lm, torch_dtype

@@ -20,7 +20,8 @@ from transformers.distributed import DistributedConfig
 
 from verl_rc.config.models import model_source, torch_name
 from verl_rc.config.task import PixelLimits
-from verl_rc.records.image_reader import VISION_FAMILIES, ImageReader
+from verl_rc.records.image_reader import ImageReader
+from verl_rc.records.vision_models import VISION_FAMILIES
 from verl_rc.runtime.distributed.fsdp import cut_parameters
 from verl_rc.runtime.distributed.process_group import DeviceMesh
 from verl_rc.runtime.exact.trainer import exact_scores, use_engine_operations

@@ -12,7 +12,7 @@ from transformers import (
 
 from verl_rc.config.models import model_source
 from verl_rc.config.run import FSDP_SECTIONS, RunConfig
-from verl_rc.records.image_reader import VISION_FAMILIES
+from verl_rc.records.vision_models import VISION_FAMILIES
 from verl_rc.runtime.workers.experts import experts_problem
 from verl_rc.runtime.workers.language_model import language_model_class
 

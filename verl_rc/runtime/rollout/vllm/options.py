@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, RolloutConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.config.task import PixelLimits
-from verl_rc.records.image_reader import reads_pictures
+from verl_rc.records.vision_models import reads_pictures
 from verl_rc.runtime.rollout.environment_host import Hosts
 from verl_rc.runtime.rollout.sampling import ConversationOptions
 
