@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import itemgetter
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -15,9 +15,11 @@ from verl_rc.correction.context import SequenceContext, newest_version
 from verl_rc.correction.correct import importance_weights, reject
 from verl_rc.correction.log_ratio import LogRatio
 from verl_rc.correction.statistics import CorrectionStatistics, measure_rows, row_weights
-from verl_rc.records.batches import RolloutBatch
-from verl_rc.records.ragged import Ragged
 from verl_rc.tensor_ops.masked import group_numbers, row_slices
+
+if TYPE_CHECKING:  # formulas are used beside other trainers, without what records need
+    from verl_rc.records.batches import RolloutBatch
+    from verl_rc.records.ragged import Ragged
 
 _SLICE_ELEMENTS = 1 << 18
 """Most positions of ``[B, T]`` that are computed on at once: temporaries take some 200 bytes of each, and
@@ -83,7 +85,7 @@ def correct_sequences(
 
 @torch.no_grad()
 def correct_rows(
-    rollouts: Ragged[RolloutBatch],
+    rollouts: "Ragged[RolloutBatch]",
     config: RolloutCorrectionConfig,
     train_log_probs: Tensor,
     context: SequenceContext,
