@@ -4,7 +4,8 @@
 # Hardware: 2 cores, 6 GiB of memory, no GPU; about ten minutes. It needs torchvision (docs/recipes.md). Model, data and this recipe:
 #   RUN_ROOT=runs/vision TASK=squares MODEL_OPTIONS="--vision qwen3_vl" SFT_OPTIONS="data.train_batch_size=64 trainer.test_freq=25 \
 #       trainer.total_training_steps=800 trainer.stop_at_accuracy=0.5" RECIPE=recipes/squares_cpu_vision.sh bash scripts/quickstart.sh
-# Further arguments are passed on. Expect validation accuracy to rise by 20 points or more in 320 steps; chance is 20 %.
+# Further arguments are passed on. Chance is 20 %. Three seeds went from .43, .54 and .62 to .70 (250 steps), .57 and .97; with the
+# pictures of other rows all stay at chance.
 set -euo pipefail
 
 export RUN_DIR=${RUN_DIR:-${RUN_ROOT:-runs/quickstart}/rl_vision} CORRECTION=${CORRECTION:-decoupled_token_is}
