@@ -49,8 +49,7 @@ class Branches:
         """The branches in grids, those in one whose numbers of own tokens differ by less than a factor of
         two."""
         own_ends, ends = self.own_lengths.cumsum(0), self.lengths.cumsum(0)
-        sizes = self.own_lengths.double().log2().floor()
-        return [self._grid((sizes == size).nonzero()[:, 0], own_ends, ends) for size in sizes.unique()]
+        return [self._grid(rows, own_ends, ends) for rows in _of_similar_length(self.own_lengths)]
 
     def _grid(self, rows: Tensor, own_ends: Tensor, ends: Tensor) -> "BranchGrid":
         own, lengths = self.own_lengths[rows, None], self.lengths[rows, None]
@@ -106,7 +105,7 @@ class PackedLayout:
             lengths = torch.cat([lengths, self.branches.lengths])
             own = torch.cat([own, self.branches.own_lengths])
             tokens = torch.cat([tokens, self.branches.keys])
-        begins, sizes = lengths.cumsum(0) - lengths, lengths.double().log2().floor()
+        begins = lengths.cumsum(0) - lengths
 
         def grid(rows: Tensor) -> SequenceGrid:
             length = lengths[rows, None]
@@ -116,7 +115,7 @@ class PackedLayout:
             places = is_own.flatten().nonzero()[:, 0]
             return SequenceGrid(positions, places, positions.flatten()[places])
 
-        return [grid((sizes == size).nonzero()[:, 0]) for size in sizes.unique()]
+        return [grid(rows) for rows in _of_similar_length(lengths)]
 
     @property
     def longest(self) -> int:
@@ -147,3 +146,10 @@ class SequenceGrid:
     """int64: places in the flat ``[S * W]`` of the tokens that are not those of another sequence."""
     own_tokens: Tensor
     """int64: their packed positions."""
+
+
+def _of_similar_length(lengths: Tensor) -> list[Tensor]:
+    """Indices of all sequences, in groups whose ``lengths`` (int64 ``[S]``) differ by less than a factor of
+    two."""
+    sizes = lengths.double().log2().floor()
+    return [(sizes == size).nonzero()[:, 0] for size in sizes.unique()]
