@@ -94,10 +94,6 @@ class MlflowSink(ExperimentSink):
         with self._warns("the end of the run"):
             self._client.set_terminated(self.run_id, "FAILED" if exit_status else "FINISHED")
 
-    def close(self) -> None:
-        """End the run without saying how it ended."""
-        self.finish(0)
-
     @contextmanager
     def _warns(self, what: str) -> Iterator[None]:
         """What a server refuses, or does not answer to, ends no run."""

@@ -51,7 +51,3 @@ class TrackioSink(ExperimentSink):
     def finish(self, exit_status: int) -> None:
         """End the run; Trackio knows no failed ones."""
         self._run.finish()
-
-    def close(self) -> None:
-        """End the run."""
-        self._run.finish()
