@@ -10,7 +10,7 @@ from small_models import make_train_batch, ragged
 
 import verl_rc.trainer.cluster.rank_group as rank_group
 from verl_rc.algorithm.ppo.corrector import corrector_of
-from verl_rc.algorithm.ppo.mini_batches import plan_mini_batches
+from verl_rc.algorithm.ppo.mini_batches import MiniBatch, plan_mini_batches
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.records.batches import Timed, TokenBatch, TrainBatch
 from verl_rc.records.microbatch import MicroBatchLimit
@@ -50,20 +50,24 @@ def group_of(ranks: int, sharing: int = 1, balances: bool = True) -> RankGroup:
     return group
 
 
+def mini_batches_of(batch: TrainBatch, rows: int, epochs: int = 1, shuffle: bool = False) -> list[MiniBatch]:
+    return plan_mini_batches(
+        batch.response_mask.sum(-1),
+        batch.loss_mask.sum(-1),
+        rows_per_mini_batch=rows,
+        epochs=epochs,
+        shuffle=shuffle,
+        seed=1,
+    )
+
+
 def whole(rows: Ragged[TrainBatch]) -> TrainBatch:
     return rows.padded(range(len(rows.lengths["BR"])))
 
 
 def test_rows_that_are_not_balanced_go_to_ranks_in_the_order_of_the_mini_batch() -> None:
     batch = make_train_batch(LENGTHS)
-    mini_batches = plan_mini_batches(
-        batch.response_mask.sum(-1),
-        batch.loss_mask.sum(-1),
-        rows_per_mini_batch=3,
-        epochs=1,
-        shuffle=False,
-        seed=1,
-    )
+    mini_batches = mini_batches_of(batch, 3)
     assigned = group_of(2, balances=False)._assign(
         ragged(batch).tokens, [mini.rows for mini in mini_batches], MicroBatchLimit(max_rows=2)
     )
@@ -75,14 +79,7 @@ def test_rows_that_are_not_balanced_go_to_ranks_in_the_order_of_the_mini_batch()
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 def test_shares_name_the_rows_they_come_with(ranks: int, limit: MicroBatchLimit) -> None:
     batch = make_train_batch(LENGTHS)
-    mini_batches = plan_mini_batches(
-        batch.response_mask.sum(-1),
-        batch.loss_mask.sum(-1),
-        rows_per_mini_batch=3,
-        epochs=2,
-        shuffle=True,
-        seed=1,
-    )
+    mini_batches = mini_batches_of(batch, 3, epochs=2, shuffle=True)
     parts = list(group_of(ranks).split(ragged(batch), mini_batches, limit))
     for number, mini_batch in enumerate(mini_batches):
         shares = [(whole(rows), own[number]) for rows, own in parts]
@@ -154,14 +151,7 @@ def test_ranks_that_share_rows_get_the_same_and_one_answers(monkeypatch: pytest.
     lengths = [length for length in LENGTHS for _ in range(length)]
     assert group.score("lengths", ragged(batch.tokens), LIMITS[0]).result[0].tolist() == lengths
     group._ranks = [EchoRank(number) for number in range(4)]  # type: ignore[misc]
-    mini_batches = plan_mini_batches(
-        batch.response_mask.sum(-1),
-        batch.loss_mask.sum(-1),
-        rows_per_mini_batch=6,
-        epochs=1,
-        shuffle=False,
-        seed=1,
-    )
+    mini_batches = mini_batches_of(batch, 6)
     parts = list(group.split(ragged(batch), mini_batches, MicroBatchLimit(max_tokens=14)))
     assert [number for number, _ in group.call_update(parts).result] == [0, 2]
     assert [given for _, given in answered[-1]] == [parts[0], parts[0], parts[1], parts[1]]
@@ -186,14 +176,7 @@ def test_a_rank_of_the_actor_gets_what_is_two_fields_once(
         return Timed([ActorReport([], [], [])], 0.5)
 
     monkeypatch.setattr(group, "call_update", call_update)
-    mini_batches = plan_mini_batches(
-        batch.response_mask.sum(-1),
-        batch.loss_mask.sum(-1),
-        rows_per_mini_batch=6,
-        epochs=1,
-        shuffle=False,
-        seed=1,
-    )
+    mini_batches = mini_batches_of(batch, 6)
     group.update(
         ragged(batch), mini_batches, LIMITS[0], UpdateRequest(corrector_of(RolloutCorrectionConfig()), 0)
     )
