@@ -67,18 +67,20 @@ class TokenRecorder:
         self._folder = services.folder / FOLDER
         self._classes: dict[int, int] = {}
         """The class of each token id whose text is written."""
-        self._claim = FolderClaim(services.folder, "tokens")
-        self._picture_bytes = sum(path.stat().st_size for path in (self._folder / PICTURES).glob("*"))
-        set_aside_later(self._folder, steps_done)
-        set_aside(self._folder / PIECES)
+        with self._claim():
+            self._picture_bytes = sum(path.stat().st_size for path in (self._folder / PICTURES).glob("*"))
+            set_aside_later(self._folder, steps_done)
+            set_aside(self._folder / PIECES)
+
+    def _claim(self) -> FolderClaim:
+        return FolderClaim(self._services.folder, "tokens")
 
     def write(self, inputs: StepInputs, step: Step) -> None:
         """Write the record of a step, if one is due."""
         why = self._reason(step.number)
         if why is None:
             return
-        self._claim.require()
-        with step.record.stage("token_records"):
+        with self._claim(), step.record.stage("token_records"):
             self._folder.mkdir(parents=True, exist_ok=True)
             record = self._record(inputs, step, why)
             write_record(self._folder, record)
