@@ -131,7 +131,7 @@ PANELS: Mapping[str, Sequence[Panel]] = {
                 "timing_s/update_weights",
             ),
         ),
-        Panel("throughput", ("perf/throughput", "perf/overhead_fraction")),
+        Panel("throughput", ("perf/throughput", "perf/mfu/actor", "perf/overhead_fraction")),
     ),
 }
 """Charts by section, in order. The overview comes first, behind the verdict that every run has as a column.

@@ -17,6 +17,7 @@ from verl_rc.trainer.cluster.weight_transport import WeightTransport
 from verl_rc.trainer.guards import Guards
 from verl_rc.trainer.openings import Openings
 from verl_rc.trainer.scoring import ResponseScorer
+from verl_rc.trainer.step_record import StageFlops
 from verl_rc.trainer.stop import StopRequest
 
 
@@ -46,6 +47,8 @@ class Services:
     transport: WeightTransport
     """The way of weights from the actor to the engines."""
     checkpoints: CheckpointStore
+    flops: Mapping[str, StageFlops]
+    """The stages of ``perf/mfu/*``."""
     gap_limit: GapLimit
     """Limits of the difference between log-probs of trainer and engine, on a step's own rollouts and on
     canary tokens."""

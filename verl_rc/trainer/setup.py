@@ -63,6 +63,7 @@ from verl_rc.trainer.openings import Openings
 from verl_rc.trainer.profiling import require_steps
 from verl_rc.trainer.scoring import open_scorer
 from verl_rc.trainer.services import Services
+from verl_rc.trainer.step_record import stages_with_flops
 from verl_rc.trainer.stop import StopRequest
 
 
@@ -146,6 +147,8 @@ def open_run(
             placement=placement,
             transport=transport,
             checkpoints=store,
+            # Measured while engines and other ranks have nothing to do.
+            flops=stages_with_flops(config, {group.role: group.count_flops() for group in learners}),
             gap_limit=GapLimit.from_config(config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor),
             stop=StopRequest(),
             tracker=tracker,

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
+from torch import Tensor
+
 from verl_rc.algorithm.ppo.control import Control
 from verl_rc.algorithm.ppo.corrector import Corrector, corrector_of
 from verl_rc.algorithm.supply.ledger import Ledger
@@ -20,6 +22,7 @@ from verl_rc.metrics.trace import TRACE
 from verl_rc.records.batches import Timed
 from verl_rc.runtime.checkpoint import RunState
 from verl_rc.runtime.workers.host import usable_cores
+from verl_rc.runtime.workers.model_flops import ModelFlops
 from verl_rc.trainer.cluster.placement import Placement
 from verl_rc.trainer.log import log
 
@@ -56,14 +59,65 @@ class Step:
 
 
 @dataclass(frozen=True)
+class StageFlops:
+    """The passes of a model in a stage."""
+
+    name: str
+    """Name of the stage."""
+    model: ModelFlops
+    passes: int
+    """Forward passes with as many products."""
+    ranks: int
+
+    def possible_fraction(self, lengths: Tensor, seconds: float) -> float:
+        """FLOPs for sequences of ``lengths`` ``[B]`` tokens over those that the devices could do in
+        ``seconds``."""
+        return self.passes * self.model.of_forward(lengths) / (seconds * self.ranks * self.model.peak)
+
+
+def stages_with_flops(config: RunConfig, models: Mapping[str, ModelFlops]) -> dict[str, StageFlops]:
+    """The stages of ``perf/mfu/*``, by its last word, with the ``models`` that learn, by role.
+
+    A backward pass has the products of a forward pass twice: with the weights, and for their gradients
+    unless adapters alone are trained.
+    """
+    policy, ranks = config.actor_rollout_ref, config.num_ranks
+    with_backward = 3 if policy.model.lora_rank == 0 else 2
+    stages = {
+        "actor": StageFlops("update_actor", models["actor"], with_backward * policy.actor.ppo_epochs, ranks),
+        "actor_infer": StageFlops("old_log_prob", models["actor"], 1, ranks),
+    }
+    if "critic" in models:
+        passes = 3 * config.critic.ppo_epochs
+        stages["critic"] = StageFlops("update_critic", models["critic"], passes, ranks)
+    return stages
+
+
+@dataclass(frozen=True)
 class StepTokens:
     """The tokens and devices by which speeds are computed."""
 
     response: int
-    total: int
-    """Prompt and response tokens."""
+    lengths: Tensor
+    """Prompt and response tokens of each sequence, ``[B]``."""
     num_devices: int
     """Devices of all pools."""
+    flops: Mapping[str, "StageFlops"]
+    """Stages whose utilisation is reported, by its name."""
+
+    @property
+    def total(self) -> int:
+        """Prompt and response tokens."""
+        return int(self.lengths.sum())
+
+    def utilisation(self, seconds: Mapping[str, float], shared_fraction: float) -> dict[str, float]:
+        """``perf/mfu/*`` of the stages that ran; ``shared_fraction`` of the tokens were not computed."""
+        return {
+            f"perf/mfu/{name}": (1 - shared_fraction)
+            * stage.possible_fraction(self.lengths, seconds[stage.name])
+            for name, stage in self.flops.items()
+            if stage.name in seconds
+        }
 
     def milliseconds_per_token(self, seconds: Mapping[str, float]) -> dict[str, float]:
         """``timing_per_token_ms/*``: generation by response tokens, other stages by all."""
@@ -162,6 +216,8 @@ class StepRecord:
             metrics["perf/useful_tokens_per_second"] = self.ledger.trained_tokens / step
             metrics["perf/throughput"] = self.tokens.total / (step * self.tokens.num_devices)
             metrics |= self.tokens.milliseconds_per_token(self.seconds)
+            shared_fraction = metrics.get("perf/shared_tokens_fraction", 0.0)
+            metrics |= self.tokens.utilisation(self.seconds, shared_fraction)
         # Stages without workers are work, not overhead.
         driver = sum(self.seconds.get(name, 0.0) for name in ("reward", "testing", "save_checkpoint"))
         metrics["perf/overhead_fraction"] = max(0.0, 1.0 - (sum(self._busy.values()) + driver) / step)

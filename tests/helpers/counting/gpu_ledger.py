@@ -34,7 +34,8 @@ from verl_rc.runtime.rollout.vllm.options import VllmOptions
 from verl_rc.runtime.weight_sync import sender
 from verl_rc.runtime.weight_sync.proof import LoadReceipt
 from verl_rc.runtime.weight_sync.sender import WeightSender
-from verl_rc.runtime.workers import trainer_rank
+from verl_rc.runtime.workers import sharded_model, trainer_rank
+from verl_rc.runtime.workers.model_flops import ModelFlops
 from verl_rc.runtime.workers.policy_worker import PolicyWorker
 from verl_rc.runtime.workers.sharded_model import LearningModel
 from verl_rc.runtime.workers.trainer_rank import TrainerRank
@@ -225,6 +226,9 @@ class LedgerActor(LedgerRank, PolicyWorker):
 class LedgerCritic(LedgerRank):
     def __init__(self, ledger: Ledger, config: RunConfig, address: RankAddress, total_steps: int) -> None:
         super().__init__(ledger, "critic", config.critic.fsdp_config)
+
+    def count_flops(self) -> ModelFlops:
+        return self.model.count_flops()
 
     def compute_values(self, tokens: Ragged[TokenBatch], micro_batches: Any) -> list[Column]:
         self.forward(tokens)
@@ -575,6 +579,7 @@ def train_on_ledger(
     }
     for name, value in replacements.items():
         monkeypatch.setattr(setup, name, value)
+    monkeypatch.setattr(sharded_model, "count_flops", lambda *_: ModelFlops(1e10, {}, 1e15))
     monkeypatch.setattr(weights, "check_receipts", lambda *_: None)
     monkeypatch.setattr("verl_rc.trainer.train.draw_curves", lambda folder: "")
     started: Future[None] = Future()

@@ -108,6 +108,7 @@ def make_run(*overrides: str) -> Any:
         config=small_run_config(Path("unused"), *overrides),
         tokenizer=SimpleNamespace(pad_token_id=99, batch_decode=batch_decode),
         stop_token_ids=(98,),
+        flops={},
         prompts=Prompts(),
         openings=None,
         scorer=Scorer(),

@@ -309,6 +309,7 @@ def live(
         engines=world,
         transport=world,
         checkpoints=CheckpointStore(folder, None),
+        flops={},
         gap_limit=GapLimit(plausible=0.15),
         stop=StopRequest(),
         tracker=Tracker([JsonlSink(folder, state.step)]),

@@ -5,6 +5,7 @@ import math
 import os
 
 import pytest
+import torch
 
 from verl_rc.algorithm.supply.ledger import LedgerError
 from verl_rc.metrics import Metric, check_names
@@ -25,7 +26,7 @@ class Recorder:
 
 
 def test_milliseconds_per_token_by_what_a_stage_works_on() -> None:
-    tokens = StepTokens(response=100, total=400, num_devices=2)
+    tokens = StepTokens(100, torch.tensor([150, 250]), 2, {})
     found = tokens.milliseconds_per_token({"gen": 0.5, "update_actor": 2.0, "reward": 9.0})
     assert found == {"timing_per_token_ms/gen": 5.0, "timing_per_token_ms/update_actor": 5.0}
 
@@ -33,7 +34,7 @@ def test_milliseconds_per_token_by_what_a_stage_works_on() -> None:
 def test_throughput_counts_the_devices_of_all_pools() -> None:
     record = StepRecord()
     with record.stage("gen"):
-        record.tokens = StepTokens(10, 40, num_devices=2)
+        record.tokens = StepTokens(10, torch.tensor([15, 25]), 2, {})
     metrics = record.metrics()
     assert metrics["perf/throughput"] == pytest.approx(40 / (metrics["timing_s/step"] * 2))
     assert 0 <= metrics["perf/overhead_fraction"] <= 1
@@ -42,7 +43,7 @@ def test_throughput_counts_the_devices_of_all_pools() -> None:
 
 def test_only_tokens_trained_on_are_useful() -> None:
     record = StepRecord()
-    record.tokens = StepTokens(10, 40, num_devices=2)
+    record.tokens = StepTokens(10, torch.tensor([15, 25]), 2, {})
     record.ledger.book({"trained": 6, "rejected": 4})
     metrics = record.metrics()
     assert metrics["perf/useful_tokens_per_second"] == pytest.approx(6 / metrics["timing_s/step"])

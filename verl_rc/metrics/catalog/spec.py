@@ -37,6 +37,7 @@ _PLACEHOLDER_VALUES = {
     "extreme": "max|min",
     "side": "high|low",
     "role": "actor|critic",
+    "model": "actor|actor_infer|critic",
     "policy": "training|rollout",
     "owner": "student|teacher",
     "clipping": "pg_clipfrac|pg_clipfrac_lower|ppo_kl|ppo_kl_clamped_fraction",

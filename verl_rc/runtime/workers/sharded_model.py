@@ -26,6 +26,7 @@ from verl_rc.runtime.distributed.fsdp import gather_full_tensor, local_tensor, s
 from verl_rc.runtime.distributed.process_group import DeviceMesh, leave_trainer_group
 from verl_rc.runtime.workers.float16 import LossScale, require_float16_products
 from verl_rc.runtime.workers.language_model import torch_dtype
+from verl_rc.runtime.workers.model_flops import ModelFlops, count_flops
 
 
 def build_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimConfig) -> AdamW:
@@ -78,6 +79,10 @@ class ShardedModel:
         )
         self.module = module
         """The same module as the shards, seen as a model."""
+
+    def count_flops(self) -> ModelFlops:
+        """The FLOPs of the model and of the rank's device."""
+        return count_flops(self.module, torch_dtype(self._fsdp.dtype), self._device)
 
     @contextmanager
     def in_use(self) -> Iterator[nn.Module]:
@@ -261,6 +266,10 @@ class Learner:
     def load(self, folder: Path) -> None:
         """Restore a checkpoint; collective."""
         self.model.load(folder)
+
+    def count_flops(self) -> ModelFlops:
+        """The FLOPs of the model and of the rank's device."""
+        return self.model.count_flops()
 
     def close(self) -> None:
         """Leave the process groups."""

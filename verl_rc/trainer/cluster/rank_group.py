@@ -19,8 +19,9 @@ from verl_rc.records.batches import CriticBatch, Timed, TokenBatch, TrainBatch
 from verl_rc.records.microbatch import MicroBatches, MicroBatchLimit, assign_rows
 from verl_rc.records.ragged import Column, Ragged, rows_of
 from verl_rc.records.shared_prefixes import prefixes_of_rows
+from verl_rc.runtime.workers.model_flops import ModelFlops
 from verl_rc.trainer.cluster.rank_processes import RankProcesses
-from verl_rc.trainer.cluster.remote import Pending, shared, wait_timed
+from verl_rc.trainer.cluster.remote import Pending, shared, wait_for_all, wait_timed
 
 Learned = TypeVar("Learned", TrainBatch, CriticBatch)
 
@@ -52,6 +53,11 @@ class RankGroup:
     def num_shares(self) -> int:
         """Number of shares that rows are split into."""
         return self.num_ranks // self.ranks_per_share
+
+    def count_flops(self) -> ModelFlops:
+        """The FLOPs of the model and of the first rank's device."""
+        flops: ModelFlops = wait_for_all([self._ranks[0].call("count_flops")])[0]
+        return flops
 
     def save(self, folder: Path) -> list[Pending]:
         """Write the group's part of a checkpoint, or with ``checkpoint.async_save`` copy it and write in the

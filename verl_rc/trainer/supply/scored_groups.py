@@ -238,16 +238,16 @@ def join_groups(services: Services, groups: Sequence[Group]) -> ScoredBatch:
 
 
 def record_batch_of_groups(
-    config: RunConfig, scored: ScoredBatch, groups: Sequence[Group], record: StepRecord
+    services: Services, scored: ScoredBatch, groups: Sequence[Group], record: StepRecord
 ) -> None:
     """Book and count the batch that a step trains on, and the greedy responses of its ``groups`` (``remax``),
     which are no part of it; record its rewards."""
-    count = config.actor_rollout_ref.rollout.n
+    config, count = services.config, services.config.actor_rollout_ref.rollout.n
     # From what the engines returned, not from the batch: so tokens that it lost are missed.
     tokens = sum(sample.num_sampled for group in groups for sample in group.samples[:count])
     record.ledger.add_sampled(tokens, prompts=len(scored.prompts))
     record.ledger.book_prompts({"in_batch": len(scored.prompts)})
-    record.tokens = StepTokens(tokens, int(scored.rollouts.sequence_lengths.sum()), config.num_devices)
+    record.tokens = StepTokens(tokens, scored.rollouts.sequence_lengths, config.num_devices, services.flops)
     reward_columns = {
         name: column
         for name, column in scored.extras.items()

@@ -168,7 +168,7 @@ class Supply:
         scored = join_groups(self._services, groups)
         ages = [step - 1 - group.version for group in groups]
         require_ages(ages, groups, self._rule.oldest)
-        record_batch_of_groups(self._services.config, scored, groups, record)
+        record_batch_of_groups(self._services, scored, groups, record)
         record.add({"training/epoch": max(group.epoch for group in groups)})
         if not self._options.is_synchronous:
             record.add(age_metrics(scored.rollouts, ages, step - 1, self._rule.oldest))

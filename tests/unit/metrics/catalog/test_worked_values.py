@@ -79,6 +79,7 @@ from verl_rc.runtime.weight_sync.survival import EngineRounding
 from verl_rc.runtime.workers.critic_worker import CriticWorker
 from verl_rc.runtime.workers.forward import ForwardOptions
 from verl_rc.runtime.workers.micro_batches import ObjectiveTotals
+from verl_rc.runtime.workers.model_flops import ModelFlops
 from verl_rc.runtime.workers.packing import PrefixSharing
 from verl_rc.runtime.workers.policy_worker import PolicyWorker, memory_metrics
 from verl_rc.runtime.workers.updates import ActorReport, UpdateRequest
@@ -87,7 +88,7 @@ from verl_rc.trainer.guards import Guards
 from verl_rc.trainer.judge import record_and_judge, record_correction
 from verl_rc.trainer.scoring import FAILURE_COLUMN, extra_columns, reward_metrics
 from verl_rc.trainer.stages import correct, update_actor
-from verl_rc.trainer.step_record import Step, StepRecord, StepTokens
+from verl_rc.trainer.step_record import Step, StepRecord, StepTokens, stages_with_flops
 from verl_rc.trainer.supply.scored_groups import environment_call_metrics, environment_metrics
 from verl_rc.trainer.supply.supply_progress import StepTotals, SupplyProgress, age_metrics
 from verl_rc.trainer.weights import Publisher, pause_metrics
@@ -947,7 +948,7 @@ def seconds_speeds_and_replacements():
         record.engines_replaced = 2
         record.requests_reissued = 3
         record.wait_stage = "gen"
-        record.tokens = StepTokens(response=50, total=200, num_devices=4)
+        record.tokens = StepTokens(50, torch.tensor([150, 50]), 4, {})
         record.ledger.book({"trained": 40})
         for number, stage in enumerate(stages, start=1):
             with record.stage(stage):
@@ -976,6 +977,19 @@ def seconds_speeds_and_replacements():
         "recovery/engines_replaced": 2,
         "recovery/requests_reissued": 3,
     }
+
+
+@example
+def flops_of_two_sequences():
+    """Of 1 and 3 tokens, so 1 + 6 pairs, of which a window of 2 leaves 1 + 5: 40 + 7 + 2 x 6 FLOPs in a
+    forward pass; on two ranks, each of which could do 10 in a second. Half of the tokens are shared."""
+    flops = ModelFlops(per_token=10.0, per_pair={None: 1, 2: 2}, peak=10.0)
+    config = load_run_config([*sound_run(), "trainer.n_gpus_per_node=2"])
+    seconds = {"update_actor": 59.0, "old_log_prob": 5.9, "update_critic": 29.5, "gen": 1.0}
+    stages = stages_with_flops(config, {"actor": flops, "critic": flops})
+    tokens = StepTokens(2, torch.tensor([1, 3]), 2, stages)
+    found = tokens.utilisation(seconds, shared_fraction=1 / 2)
+    return found, under("perf/mfu/", {"actor": 3 / 40, "actor_infer": 10 / 40, "critic": 6 / 40})
 
 
 @example
