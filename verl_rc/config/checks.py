@@ -21,7 +21,7 @@ from verl_rc.config.models import (
 )
 from verl_rc.config.profiler_checks import check_profiler
 from verl_rc.config.rollout import OWNED_ENGINE_ARGUMENTS, EnvironmentConfig, MultiTurnConfig, RolloutConfig
-from verl_rc.config.run import FSDP_SECTIONS, RunConfig
+from verl_rc.config.run import RunConfig, fsdp_section
 
 
 def check_run(config: RunConfig) -> None:
@@ -359,7 +359,7 @@ def _sharding(config: RunConfig) -> Iterator[str]:
             "actor_rollout_ref.model.use_remove_padding=False was given; drop one of them."
         )
     for role, fsdp in config.fsdp_configs.items():
-        section, sharing = FSDP_SECTIONS[role], fsdp.ulysses_sequence_parallel_size
+        section, sharing = fsdp_section(role), fsdp.ulysses_sequence_parallel_size
         if ranks % sharing:
             yield (
                 f"{section}.ulysses_sequence_parallel_size={sharing} must divide the {ranks} trainer ranks "

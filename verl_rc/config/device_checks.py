@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from verl_rc.config.models import torch_name
-from verl_rc.config.run import FSDP_SECTIONS, RunConfig
+from verl_rc.config.run import RunConfig, fsdp_section
 
 _UNUSABLE_QUANTIZATIONS = {
     "fp8": "vLLM's CPU build lacks its kernel; use fp8_per_channel",
@@ -25,7 +25,7 @@ def check_device(config: RunConfig, device: str) -> Iterator[str]:
             f"{_UNUSABLE_QUANTIZATIONS[rollout.quantization]}."
         )
     precise = [
-        f"{FSDP_SECTIONS[role]}.dtype"
+        f"{fsdp_section(role)}.dtype"
         for role, fsdp in config.fsdp_configs.items()
         if torch_name(fsdp.dtype) == "float32"
     ]

@@ -12,18 +12,13 @@ _LOSS = "distillation.distillation_loss"
 
 
 class TeacherConfig(StrictModel):
-    """``distillation.teacher_models.teacher_model.*``: a frozen policy on the trainer's ranks, of any shape,
-    with the tokenizer of the trained model."""
+    """``distillation.teacher_models.NAME.*``: a frozen policy on the trainer's ranks, of any shape, with the
+    tokenizer of the trained model."""
 
-    model_path: UserPath | None = None
+    model_path: UserPath
     """Hugging Face model folder or hub id."""
-
-
-class TeacherModelsConfig(StrictModel):
-    """``distillation.teacher_models.*``: there is one teacher."""
-
-    teacher_model: TeacherConfig = TeacherConfig()
-    """The teacher."""
+    key: str | None = None
+    """Its rows: those with this ``data_source``. null: all, for the only teacher."""
 
 
 class DistillationLossConfig(StrictModel):
@@ -58,15 +53,17 @@ class DistillationConfig(StrictModel):
 
     enabled: bool = False
     """Train on a teacher's log-probs of the sampled tokens."""
-    teacher_models: TeacherModelsConfig = TeacherModelsConfig()
-    """The teacher."""
+    teacher_models: dict[str, TeacherConfig] = {}
+    """Teachers by a name of yours, each with its ``model_path`` and, where there are several, ``key``: the
+    ``data_source`` of its rows."""
     distillation_loss: DistillationLossConfig = DistillationLossConfig()
     """The loss of the teacher's log-probs."""
 
     @property
-    def teacher(self) -> TeacherConfig:
-        """The teacher."""
-        return self.teacher_models.teacher_model
+    def teachers(self) -> dict[str, TeacherConfig]:
+        """The teachers of the run by role; none where it is not enabled."""
+        models = self.teacher_models if self.enabled else {}
+        return {"teacher" if len(models) == 1 else f"teacher {name}": one for name, one in models.items()}
 
     @property
     def loss(self) -> DistillationLossConfig | None:

@@ -15,10 +15,18 @@ def check_distillation(config: RunConfig) -> Iterator[str]:
     if not distillation.enabled:
         return
     loss = distillation.distillation_loss
-    if distillation.teacher.model_path is None:
+    teachers = distillation.teacher_models
+    if not teachers:
         yield (
-            "distillation.enabled=True needs a teacher, got "
-            "distillation.teacher_models.teacher_model.model_path=null; pass a model folder or hub id."
+            "distillation.enabled=True needs a teacher, got none; pass a model folder or hub id as "
+            "distillation.teacher_models.teacher_model.model_path."
+        )
+    keys = [teacher.key for teacher in teachers.values()]
+    if len(teachers) > 1 and (None in keys or len(set(keys)) < len(keys)):
+        given = ", ".join(f"{name}.key={teacher.key}" for name, teacher in teachers.items())
+        yield (
+            "each of several teachers needs a data_source of its own as its key, got "
+            f"distillation.teacher_models.({given})."
         )
     if loss.loss_mode in ("k1", "kl") and not loss.use_policy_gradient:
         yield (

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from verl_rc.config.models import torch_name
-from verl_rc.config.run import FSDP_SECTIONS, RunConfig
+from verl_rc.config.run import RunConfig, fsdp_section
 
 _MODE = "actor_rollout_ref.exact=True"
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -16,7 +16,7 @@ def check_exact_mode(config: RunConfig) -> Iterator[str]:
     yield from _precisions(config)
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     shares = {
-        f"{FSDP_SECTIONS[role]}.ulysses_sequence_parallel_size": (size, 1)
+        f"{fsdp_section(role)}.ulysses_sequence_parallel_size": (size, 1)
         for role, size in config.sequence_parallel_sizes.items()
         if role != "critic"
     }
@@ -52,11 +52,11 @@ def _precisions(config: RunConfig) -> Iterator[str]:
     if engine == "float16":
         yield (
             f"{_MODE} is not proven in float16, got {_ROLLOUT}.dtype=float16; pass float32 or bfloat16 there "
-            f"and in {FSDP_SECTIONS['actor']}.dtype."
+            f"and in {fsdp_section('actor')}.dtype."
         )
     for role, fsdp in config.fsdp_configs.items():
         if role != "critic" and torch_name(fsdp.dtype) != engine:
             yield (
                 f"{_MODE} needs one precision on both sides, got {_ROLLOUT}.dtype={engine} and "
-                f"{FSDP_SECTIONS[role]}.dtype={fsdp.dtype}; pass the same for both."
+                f"{fsdp_section(role)}.dtype={fsdp.dtype}; pass the same for both."
             )

@@ -203,13 +203,12 @@ class RayKwargsConfig(StrictModel):
     """Arguments of ``ray.init``."""
 
 
-FSDP_SECTIONS = {
-    "actor": "actor_rollout_ref.actor.fsdp_config",
-    "critic": "critic.fsdp_config",
-    "reference": "actor_rollout_ref.ref.fsdp_config",
-    "teacher": "actor_rollout_ref.ref.fsdp_config",
-}
-"""The section of sharding and precision of every trainer role."""
+_LEARNERS = {"actor": "actor_rollout_ref.actor.fsdp_config", "critic": "critic.fsdp_config"}
+
+
+def fsdp_section(role: str) -> str:
+    """The section of sharding and precision of a trainer role."""
+    return _LEARNERS.get(role, "actor_rollout_ref.ref.fsdp_config")
 
 
 class ActorRolloutRefConfig(StrictModel):
@@ -249,7 +248,7 @@ class RunConfig(StrictModel):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantages and rollout correction."""
     distillation: DistillationConfig = DistillationConfig()
-    """A teacher."""
+    """Teachers."""
     async_training: AsyncTrainingConfig = AsyncTrainingConfig()
     """Rollouts beside updates."""
     trainer: TrainerConfig = TrainerConfig()
@@ -313,13 +312,15 @@ class RunConfig(StrictModel):
     def frozen_policies(self) -> dict[str, FrozenPolicy]:
         """The policies that only score, with models of their own, by role."""
         policies: dict[str, FrozenPolicy] = {}
-        reference, teacher = self.actor_rollout_ref.ref, str(self.distillation.teacher.model_path)
+        reference = self.actor_rollout_ref.ref
         if self.has_reference_model:
             key = "actor_rollout_ref.ref.model_path"
             policies["reference"] = FrozenPolicy(key, reference.model_path, reference)
-        if self.distillation.enabled:
-            key = "distillation.teacher_models.teacher_model.model_path"
-            policies["teacher"] = FrozenPolicy(key, teacher, reference)
+        for (role, teacher), name in zip(
+            self.distillation.teachers.items(), self.distillation.teacher_models, strict=False
+        ):
+            key = f"distillation.teacher_models.{name}.model_path"
+            policies[role] = FrozenPolicy(key, teacher.model_path, reference)
         return policies
 
     @property

@@ -128,8 +128,11 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
     if policy.has_task_loss:
         yield "A", "advantage (advantages); constant, on all tokens of response_mask, also rejected ones"
     if policy.distillation is not None:
-        path = config.distillation.teacher.model_path
-        yield "π_T", f"teacher: {path}, frozen, on the policy's own samples (teacher_log_probs); constant"
+        teachers = " or ".join(
+            one.model_path + (f" (rows of {one.key})" if one.key else "")
+            for one in config.distillation.teachers.values()
+        )
+        yield "π_T", f"teacher: {teachers}, frozen, on the policy's own samples (teacher_log_probs); constant"
     yield from _weight_symbols(config.algorithm.rollout_correction, plan)
     if policy.has_entropy:
         yield "H(π)", "entropy of the current policy at each token (entropies); carries a gradient"

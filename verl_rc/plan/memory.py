@@ -18,7 +18,7 @@ from verl_rc.config.models import (
     recomputes_activations,
 )
 from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, RolloutConfig
-from verl_rc.config.run import FSDP_SECTIONS, RunConfig
+from verl_rc.config.run import RunConfig, fsdp_section
 from verl_rc.config.schema import with_value
 from verl_rc.plan.driver import MIB, driver_bytes
 from verl_rc.plan.run_plan.schedule import LongestRows, UpdateArithmetic, plan_arithmetic
@@ -244,7 +244,7 @@ def estimate_roles(
         scorer = _learner(
             role, shapes[frozen.model_path], frozen.config.fsdp_config, config.num_ranks, trained=0
         )
-        reducing_key = f"{FSDP_SECTIONS[role]}.model_dtype=bfloat16 (the default is fp32)"
+        reducing_key = f"{fsdp_section(role)}.model_dtype=bfloat16 (the default is fp32)"
         roles.append(replace(scorer, reducing_keys=reducing_key))
     if config.reward.reward_model.enable:
         roles.append(_reward_model(config, shapes[str(config.reward.reward_model.model_path)], on_gpus))
@@ -509,7 +509,7 @@ def choose_gradient_sums(
         if isinstance(fsdp, LearnerFsdpConfig) and fsdp.use_no_sync_for_gradient_accumulation is None
     ]
     for choice in choices:
-        config = with_value(config, f"{FSDP_SECTIONS[choice.role]}.{_GRADIENT_SUM_KEY}", choice.unsharded)
+        config = with_value(config, f"{fsdp_section(choice.role)}.{_GRADIENT_SUM_KEY}", choice.unsharded)
     return config, choices
 
 

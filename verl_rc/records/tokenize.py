@@ -59,7 +59,7 @@ def require_same_vocabulary(
             "a teacher scores the policy's tokens and must have its tokenizer, but that of "
             f"{path!r} has {len(teacher_ids)} tokens, that of the policy {len(policy_ids)}, and "
             f"{num_differences} pairs of token and id are in one of them alone; take a teacher of the "
-            "policy's family as distillation.teacher_models.teacher_model.model_path."
+            "policy's family in distillation.teacher_models."
         )
     source = AutoConfig.from_pretrained(model_source(path), trust_remote_code=trust_remote_code)
     rows = source.get_text_config().vocab_size

@@ -1,7 +1,7 @@
 """Setting up a run: processes start and import first, then ranks load their models, then engines start."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -14,6 +14,7 @@ import torch
 from verl_rc.algorithm.advantage import resolve_advantage_estimator
 from verl_rc.algorithm.losses import resolve_policy_loss
 from verl_rc.algorithm.ppo.choices import policy_loss_name
+from verl_rc.config.distillation import DistillationConfig
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import save_resolved_config
 from verl_rc.config.run import RunConfig, TrainerConfig, remote_code_keys
@@ -49,7 +50,7 @@ from verl_rc.runtime.workers.supported_models import unsupported_model
 from verl_rc.trainer import checkpoints
 from verl_rc.trainer.cluster.engine_group import EngineGroup
 from verl_rc.trainer.cluster.environment_hosts import RayHosts
-from verl_rc.trainer.cluster.model_groups import FROZEN_GROUPS, ActorGroup, CriticGroup
+from verl_rc.trainer.cluster.model_groups import ActorGroup, CriticGroup, FrozenGroup, ReferenceGroup
 from verl_rc.trainer.cluster.placement import plan_placement
 from verl_rc.trainer.cluster.rank_group import RankGroup
 from verl_rc.trainer.cluster.rank_processes import RankProcesses
@@ -97,7 +98,10 @@ def open_run(
         )
         actor = ActorGroup(processes)
         critic = CriticGroup(processes) if config.needs_critic else None
-        frozen = {role: FROZEN_GROUPS[role](processes) for role in config.frozen_policies}
+        frozen = {
+            role: (ReferenceGroup if role == "reference" else FrozenGroup)(processes, role)
+            for role in config.frozen_policies
+        }
         engines = EngineGroup(placement, processes.visible_devices() if placement.device == "cuda" else ())
         environment = config.actor_rollout_ref.rollout.environment
         # Without processes of their own, environments run in those of the engines.
@@ -113,7 +117,7 @@ def open_run(
                 build_validation_rows(data, tokenizer, reader), openings, config.trainer.seed
             )
             prompts = PromptStream(loader, None if resumed is None else state.prompts)
-            _describe_prompts(loader.dataset, validation_rows, data.max_prompt_length)
+            _describe_prompts(config, loader.dataset, validation_rows)
             sources = _scored_sources(config, loader.dataset, validation_rows)
             scorer = stack.enter_context(
                 open_scorer(config.reward, sources, config.trainer.ready_timeout_seconds)
@@ -192,9 +196,11 @@ def _write_plan_of_run(config: RunConfig, folder: Path) -> None:
         log("%s=True: Python code that comes with %s runs with your rights", key, path)
 
 
-def _describe_prompts(training: PromptDataset, validation_rows: list[PromptRow], limit: int) -> None:
+def _describe_prompts(config: RunConfig, training: PromptDataset, validation_rows: list[PromptRow]) -> None:
     """Log the lengths of the prompts and the columns that are not read; raises ``ValueError`` when one of the
-    prompts looked at is too long for the run."""
+    prompts looked at is too long for the run, or rows and teachers do not belong together."""
+    _require_teachers(config.distillation, training.data_sources())
+    limit = config.data.max_prompt_length
     log("training: %s", training.describe_lengths())
     if training.unread_columns():
         log("training: columns that are not read: %s", ", ".join(training.unread_columns()))
@@ -221,7 +227,7 @@ def _check_models(config: RunConfig) -> None:
 def _load_tokenizer(config: RunConfig) -> tuple[Any, ImageReader | None]:
     """The policy's tokenizer, and its reader of pictures if it reads some.
 
-    Raises ``ValueError`` when one cannot be read, or the teacher has another tokenizer.
+    Raises ``ValueError`` when one cannot be read, or a teacher has another tokenizer.
     """
     model = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model.path, config.data.trust_remote_code)
@@ -236,8 +242,7 @@ def _load_tokenizer(config: RunConfig) -> tuple[Any, ImageReader | None]:
             f"{math.log(len(tokenizer)):.2f} nats, the entropy of a token that is drawn evenly from the "
             f"{len(tokenizer)} of the vocabulary, got {target}."
         )
-    if "teacher" in config.frozen_policies:
-        teacher = config.frozen_policies["teacher"]
+    for teacher in config.distillation.teachers.values():
         require_same_vocabulary(tokenizer, teacher.model_path, model.trust_remote_code)
     return tokenizer, ImageReader.of(
         model.path, config.data.mm_processor_kwargs, config.actor_rollout_ref.rollout.limit_images
@@ -283,6 +288,25 @@ def _scored_sources(
         **{row.data_source: f"row {row.row_index} of data.val_files" for row in validation_rows},
         **training.data_sources(),
     }
+
+
+def _require_teachers(distillation: DistillationConfig, sources: Mapping[str, str]) -> None:
+    """Raise ``ValueError`` unless teachers and data ``sources``, each with the place of its first row, belong
+    together."""
+    keys = {teacher.key for teacher in distillation.teachers.values()}
+    if not keys or None in keys:
+        return
+    if idle := sorted(str(key) for key in keys - sources.keys()):
+        raise ValueError(
+            f"each teacher needs rows of data.train_files with its key as their data_source, but no row has "
+            f"{', '.join(idle)}; the sources are {', '.join(sorted(sources))}."
+        )
+    for source in sources.keys() - keys:
+        raise ValueError(
+            f"each row of data.train_files needs a teacher, but {sources[source]} has "
+            f"data_source={source!r}; "
+            f"the keys of distillation.teacher_models are {', '.join(sorted(map(str, keys)))}."
+        )
 
 
 def steps_of_run(trainer: TrainerConfig, steps_of_epoch: int) -> int:

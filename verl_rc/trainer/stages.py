@@ -3,9 +3,10 @@ publisher."""
 
 import json
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from verl_rc.algorithm.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
 from verl_rc.algorithm.ppo.choices import log_prob_limit, update_limit
@@ -15,7 +16,7 @@ from verl_rc.algorithm.supply.ledger import accounts_of_update
 from verl_rc.config.folder_owner import FolderClaim
 from verl_rc.records.batches import PolicyEvaluations, RolloutBatch
 from verl_rc.records.optimizer_step import OptimizerStep
-from verl_rc.records.ragged import Ragged
+from verl_rc.records.ragged import Column, Ragged, rows_of
 from verl_rc.records.scored_batch import ScoredBatch
 from verl_rc.runtime.exact.demand import require_exact
 from verl_rc.runtime.rollout.sampling import request_seed
@@ -26,10 +27,10 @@ from verl_rc.trainer.services import Services
 from verl_rc.trainer.step_record import Step, StepRecord
 
 
-def evaluate(services: Services, rollouts: Ragged[RolloutBatch], step: Step) -> Ragged[PolicyEvaluations]:
+def evaluate(services: Services, scored: ScoredBatch, step: Step) -> Ragged[PolicyEvaluations]:
     """Evaluate the sampled tokens with the trainer's models: proximal policy, frozen policies and critic, as
     far as the run needs them."""
-    rollout = services.config.actor_rollout_ref.rollout
+    rollouts, rollout = scored.rollouts, services.config.actor_rollout_ref.rollout
     if rollout.enable_rollout_routing_replay and rollouts.experts_counts is None:
         raise RuntimeError(
             "the engines must record the experts that each token took, but the step's samples have none: the "
@@ -51,7 +52,8 @@ def evaluate(services: Services, rollouts: Ragged[RolloutBatch], step: Step) -> 
                 "none: drop algorithm.rollout_correction.score_centering, or use vLLM."
             )
     proximal = _proximal_policy(services, rollouts, step)
-    frozen = _frozen_policies(services, rollouts, step.record)
+    reference = _reference(services, rollouts, step.record)
+    taught = _teachers(services, scored, step.record)
     values = None
     if services.critic is not None:
         values = step.record.timed(
@@ -60,36 +62,47 @@ def evaluate(services: Services, rollouts: Ragged[RolloutBatch], step: Step) -> 
             rollouts.tokens,
             update_limit(services.config.critic),
         )
-    columns = {**proximal, **frozen, "critic_values": values}
+    columns = {**proximal, **reference, **taught, "critic_values": values}
     return Ragged(PolicyEvaluations, {}, rollouts.lengths).become(PolicyEvaluations, **columns)
 
 
-def _frozen_policies(
-    services: Services, rollouts: Ragged[RolloutBatch], record: StepRecord
-) -> dict[str, Any]:
-    """The fields of ``PolicyEvaluations`` that come from policies that only score, by name."""
-    config, policies = services.config, services.config.frozen_policies
-    fields: dict[str, Any] = {}
-    if config.needs_reference:
-        limit = log_prob_limit(config.actor_rollout_ref.ref)
-        if "reference" in policies:
-            fields["reference_log_probs"] = record.timed(
-                "ref", services.frozen["reference"].compute_log_probs, rollouts.tokens, limit
-            ).log_probs
-        else:  # LoRA: the actor without its adapters
-            fields["reference_log_probs"] = record.timed(
-                "ref", services.actor.compute_reference_log_probs, rollouts.tokens, limit
-            )
-    if "teacher" in policies:
-        limit = log_prob_limit(policies["teacher"].config)
-        scores = record.timed("teacher", services.frozen["teacher"].compute_log_probs, rollouts.tokens, limit)
-        fields["teacher_log_probs"] = scores.log_probs
-        if scores.top_ids is not None:
-            fields |= {"teacher_top_ids": scores.top_ids.int(), "teacher_top_log_probs": scores.top_log_probs}
-    return fields
+def _reference(services: Services, rollouts: Ragged[RolloutBatch], record: StepRecord) -> dict[str, Tensor]:
+    """The field of ``PolicyEvaluations`` that comes from the reference policy, by name."""
+    config = services.config
+    if not config.needs_reference:
+        return {}
+    limit = log_prob_limit(config.actor_rollout_ref.ref)
+    if config.has_reference_model:
+        score = services.frozen["reference"].compute_log_probs
+        return {"reference_log_probs": record.timed("ref", score, rollouts.tokens, limit).log_probs}
+    # LoRA: the actor without its adapters
+    score_actor = services.actor.compute_reference_log_probs
+    return {"reference_log_probs": record.timed("ref", score_actor, rollouts.tokens, limit)}
 
 
-def _proximal_policy(services: Services, rollouts: Ragged[RolloutBatch], step: Step) -> dict[str, Any]:
+def _teachers(services: Services, scored: ScoredBatch, record: StepRecord) -> dict[str, Tensor]:
+    """The fields of ``PolicyEvaluations`` that come from teachers, by name: each scores its rows."""
+    tokens, of_rows = scored.rollouts.tokens, dict[str, dict[int, Column]]()
+    for role, teacher in services.config.distillation.teachers.items():
+        rows = [row for row, prompt in enumerate(scored.rows) if teacher.key in (None, prompt.data_source)]
+        if not rows:
+            continue
+        own_tokens = tokens if len(rows) == len(tokens) else tokens.take(rows)
+        limit = log_prob_limit(services.config.frozen_policies[role].config)
+        scores = record.timed("teacher", services.frozen[role].compute_log_probs, own_tokens, limit)
+        for name in ("log_probs", "top_ids", "top_log_probs"):
+            if name in scores.columns:
+                values = rows_of(scores.columns[name], own_tokens.lengths["BR"])
+                of_rows.setdefault(f"teacher_{name}", {}).update(zip(rows, values, strict=True))
+    return {
+        name: torch.from_numpy(np.concatenate([values[row] for row in range(len(tokens))]))
+        for name, values in of_rows.items()
+    }
+
+
+def _proximal_policy(
+    services: Services, rollouts: Ragged[RolloutBatch], step: Step
+) -> dict[str, Tensor | None]:
     """The fields of ``PolicyEvaluations`` that come from the proximal policy, by name; none where the mode of
     correction does not need it.
 

@@ -74,7 +74,7 @@ def train(services: Services, state: RunState) -> RunState:
         profiling.begin(services, step.number)
         scored = supply.take(step.number, step.record)
         with while_ranks_compute(supply.decide_ended_groups):
-            evaluations = stages.evaluate(services, scored.rollouts, step)
+            evaluations = stages.evaluate(services, scored, step)
             inputs = stages.correct(services, scored, evaluations, step)
             before = Findings(state.rollout_gap_limit, state.health)
             # Of what the driver measured. Where the actor corrects, ``update`` judges what it measured.

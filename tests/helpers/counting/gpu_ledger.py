@@ -240,7 +240,9 @@ class LedgerCritic(LedgerRank):
 
 
 class LedgerReference(LedgerRank):
-    def __init__(self, ledger: Ledger, config: RunConfig, address: RankAddress, total_steps: int) -> None:
+    def __init__(
+        self, ledger: Ledger, config: RunConfig, address: RankAddress, total_steps: int, role: str
+    ) -> None:
         super().__init__(ledger, "reference", config.actor_rollout_ref.ref.fsdp_config)
 
     def compute_log_probs(self, tokens: Ragged[TokenBatch], micro_batches: Any) -> list[Column]:

@@ -47,3 +47,23 @@ def test_clip_ranges_follow_the_common_one() -> None:
 def test_an_older_name_of_verl_means_the_same() -> None:
     old = ["distillation.enabled=True", "distillation.teacher_model.model_path=org/teacher"]
     assert small_run_config(Path("/models/student"), *old) == taught()
+
+
+def test_several_teachers_have_a_data_source_each() -> None:
+    further = "+distillation.teacher_models.second.model_path=org/second"
+    with pytest.raises(ConfigError, match=r"teacher_model\.key=None, second\.key=None"):
+        taught(further)
+    key = "+distillation.teacher_models.second.key"
+    with pytest.raises(ConfigError, match=r"teacher_model\.key=math, second\.key=math"):
+        taught(further, f"{TEACHER}.key=math", f"{key}=math")
+    config = taught(further, f"{TEACHER}.key=math", f"{key}=code", "distillation.teacher_key=data_source")
+    policies = config.frozen_policies
+    assert {role: policy.path_key for role, policy in policies.items()} == {
+        "teacher teacher_model": f"{TEACHER}.model_path",
+        "teacher second": "distillation.teacher_models.second.model_path",
+    }
+    assert config.sequence_parallel_sizes == dict.fromkeys(["actor", *policies], 1)
+    with pytest.raises(ConfigError, match="a teacher gets rows by data_source"):
+        taught("distillation.teacher_key=language")
+    with pytest.raises(ConfigError, match="no engine serves the teacher"):
+        taught(further, "+distillation.teacher_models.second.inference.name=vllm")

@@ -473,7 +473,7 @@ TEACHERS: list[Mistake] = [
         "distillation.enabled=True",
         "distillation.enabled",
         "needs a teacher",
-        "model_path=null",
+        "got none",
         "pass a model folder",
     ),
     (

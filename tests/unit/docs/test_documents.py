@@ -42,6 +42,7 @@ _IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)]+)\)")
 _ANCHOR = re.compile(r"\]\(([\w./-]*)#([\w-]+)\)")
 _PLACEHOLDERS = re.compile(r"^(?:KEY=VALUE|key=value|OVERRIDE|NAME|JOB|…|\.\.\.|\[override|\.\.\.\])$")
 _FREE = (
+    "distillation.teacher_models.",
     "actor_rollout_ref.rollout.engine_kwargs.vllm.",
     "ray_kwargs.ray_init.runtime_env.",
     "data.apply_chat_template_kwargs.",

@@ -212,8 +212,6 @@ _OF_A_POOL = "the teacher is sharded over the trainer's ranks, as the reference 
 _NO_TAIL = "it belongs to forward_kl_topk_tail and eopd, which are not built; drop it"
 _DISTILLATION_LEAVES = {
     **dict.fromkeys(("n_gpus_per_node", "nnodes", "enable_resource_pool", "num_workers"), _OF_A_POOL),
-    "teacher_key": "there is one teacher for all rows; drop it",
-    "teacher_models.teacher_model.key": "there is one teacher for all rows; drop it",
     "teacher_models.teacher_model.num_replicas": _OF_A_POOL,
     "teacher_models.teacher_model.nitrobrew_d_comp": "nitrobrew is not built; drop it",
     "teacher_models.teacher_model.inference": "no engine serves the teacher, the trainer's ranks score with "
@@ -230,6 +228,7 @@ _DISTILLATION_LEAVES = {
 """Leaves of ``distillation``, while it is enabled."""
 
 _OTHER_LEAVES = {
+    "distillation.teacher_key": Refusal("a teacher gets rows by data_source; drop it", ("data_source",)),
     "reward_model": Refusal(_MOVED_TO_REWARD, (None, False)),
     "reward_model.reward_manager": Refusal("it moved, and some releases of verl never read it here", (None,)),
     "reward_model.overlong_buffer": Refusal(
@@ -495,5 +494,7 @@ the remedy."""
 def refusal_of(key: str) -> tuple[str, Refusal] | None:
     """The name and the entry of the key or section that contains ``key``; None when it is not refused."""
     parts = key.split(".")
+    if parts[:2] == ["distillation", "teacher_models"]:
+        parts[2:3] = ["teacher_model"]  # teachers have any names
     names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next(((name, REFUSALS[name]) for name in names if name in REFUSALS), None)

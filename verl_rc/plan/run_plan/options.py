@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from verl_rc.config.algorithms import LOSS_OPTIONS, EstimatorOption
 from verl_rc.config.async_training import SECTION, unread_keys
-from verl_rc.config.run import FOLLOWED_KEYS, FSDP_SECTIONS, RunConfig
+from verl_rc.config.run import FOLLOWED_KEYS, RunConfig, fsdp_section
 from verl_rc.config.schema import fields_of
 from verl_rc.plan.run_plan.objective import AdvantagePlan, PolicyPlan
 from verl_rc.plan.run_plan.schedule import BatchArithmetic
@@ -150,7 +150,7 @@ def _unused_by_advantages(config: RunConfig, advantages: AdvantagePlan) -> Itera
 def _unused_by_the_teacher(config: RunConfig, policy: PolicyPlan) -> Iterator[UnreadRule]:
     loss = config.distillation.loss
     if loss is None:
-        yield True, ("teacher_models.*", "distillation_loss.*"), "distillation.enabled=False: no teacher"
+        yield True, ("teacher_models", "distillation_loss.*"), "distillation.enabled=False: no teacher"
         return
     section = "distillation_loss."
     yield not loss.use_task_rewards, (f"{section}distillation_loss_coef",), "there is no other term"
@@ -240,7 +240,7 @@ def warnings_of(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -
     for role, size in config.sequence_parallel_sizes.items():
         if trainer.n_gpus_per_node % size:
             yield (
-                f"{FSDP_SECTIONS[role]}.ulysses_sequence_parallel_size={size} does not divide "
+                f"{fsdp_section(role)}.ulysses_sequence_parallel_size={size} does not divide "
                 f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: ranks on different nodes share tokens, "
                 "and every layer's attention waits for the network between them."
             )

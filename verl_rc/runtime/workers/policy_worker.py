@@ -360,14 +360,13 @@ class PolicyWorker(Learner):
 class FrozenWorker:
     """A policy that only scores on one rank: frozen FSDP2 shards."""
 
-    role: str
-    """The policy's name in ``RunConfig.frozen_policies``."""
-
-    def __init__(self, config: RunConfig, address: RankAddress, total_steps: int) -> None:
-        """Join the trainer group, load the model and shard it; ``total_steps`` means nothing to a frozen
-        model."""
+    def __init__(
+        self, config: RunConfig, address: RankAddress, total_steps: int, role: str = "reference"
+    ) -> None:
+        """Join the trainer group, load the model of ``role`` in ``RunConfig.frozen_policies`` and shard it;
+        ``total_steps`` means nothing to a frozen model."""
         del total_steps
-        model, policy = config.actor_rollout_ref.model, config.frozen_policies[self.role]
+        model, policy = config.actor_rollout_ref.model, config.frozen_policies[role]
         fsdp = policy.config.fsdp_config
         self._device = trainer_device(config.trainer.device)
         mesh = sharding_mesh(join_trainer_group(address, self._device), fsdp.fsdp_size)
@@ -383,7 +382,7 @@ class FrozenWorker:
             pixel_limits=config.data.mm_processor_kwargs,
         )
         self.model = FrozenModel(module, mesh, fsdp)
-        self._top_tokens = config.distillation.top_tokens if self.role == "teacher" else 0
+        self._top_tokens = 0 if role == "reference" else config.distillation.top_tokens
         _, sharing = divide_ranks(mesh, fsdp.ulysses_sequence_parallel_size)
         self._forward = ForwardOptions(
             config.actor_rollout_ref.rollout.temperature,
@@ -414,8 +413,6 @@ class FrozenWorker:
 class ReferenceWorker(FrozenWorker):
     """The reference policy, which may become the actor from time to time and is saved then."""
 
-    role = "reference"
-
     def save(self, folder: Path) -> None:
         """Write this rank's part of a checkpoint; collective."""
         self.model.save(folder)
@@ -427,9 +424,3 @@ class ReferenceWorker(FrozenWorker):
     def load(self, folder: Path) -> None:
         """Restore a checkpoint; collective."""
         self.model.load(folder)
-
-
-class TeacherWorker(FrozenWorker):
-    """The teacher of a distillation."""
-
-    role = "teacher"

@@ -11,7 +11,7 @@ from transformers import (
 )
 
 from verl_rc.config.models import model_source
-from verl_rc.config.run import FSDP_SECTIONS, RunConfig
+from verl_rc.config.run import RunConfig, fsdp_section
 from verl_rc.records.vision_models import VISION_FAMILIES
 from verl_rc.runtime.workers.experts import experts_problem
 from verl_rc.runtime.workers.language_model import language_model_class
@@ -68,7 +68,7 @@ def _sharing_problem(config: RunConfig, role: str, source: Any) -> str | None:
     """The reason why ranks of ``role`` cannot share the tokens of a row, or None."""
     sizes, text = {role: 1, **config.sequence_parallel_sizes}, source.get_text_config()
     size = sizes[role]
-    key = f"{FSDP_SECTIONS[role]}.ulysses_sequence_parallel_size"
+    key = f"{fsdp_section(role)}.ulysses_sequence_parallel_size"
     if size == 1:
         return None
     if has_state(source) or text.model_type == "gpt_oss":
@@ -167,7 +167,7 @@ def _picture_problem(config: RunConfig, source: Any) -> str | None:
         "a reward model: score with a function": config.reward.reward_model.enable,
         "a teacher: drop distillation": "teacher" in config.frozen_policies,
         **{
-            f"ranks that share a row: pass {FSDP_SECTIONS[role]}.ulysses_sequence_parallel_size=1": size > 1
+            f"ranks that share a row: pass {fsdp_section(role)}.ulysses_sequence_parallel_size=1": size > 1
             for role, size in config.sequence_parallel_sizes.items()
         },
     }

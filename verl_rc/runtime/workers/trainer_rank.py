@@ -31,8 +31,9 @@ class TrainerRank:
         torch.manual_seed(config.trainer.seed)
         self._random = dict.fromkeys(workers, get_random_state())
         for role, worker in workers.items():
+            which = {"role": role} if role in config.frozen_policies else {}
             with self._random_numbers_of(role):
-                self._workers[role] = construct(worker, {"config": config, **arguments})
+                self._workers[role] = construct(worker, {"config": config, **which, **arguments})
 
     def call(self, role: str, method: str, *arguments: Any) -> Any:
         """Call a method of the role's worker."""

@@ -18,6 +18,7 @@ from verl_rc.runtime.workers.environment import trainer_environment
 from verl_rc.runtime.workers.host import usable_cores
 from verl_rc.runtime.workers.updates import ActorReport, UpdateReport, UpdateRequest
 from verl_rc.trainer.cluster.rank_group import RankGroup
+from verl_rc.trainer.cluster.rank_processes import RankProcesses
 from verl_rc.trainer.cluster.remote import Pending, RemoteProcess, wait_for_all
 
 Report = TypeVar("Report", bound=UpdateReport)
@@ -125,6 +126,13 @@ class CriticGroup(RankGroup):
 class FrozenGroup(RankGroup):
     """All ranks of a policy that only scores."""
 
+    worker = "verl_rc.runtime.workers.policy_worker:FrozenWorker"
+
+    def __init__(self, processes: RankProcesses, role: str) -> None:
+        """``role`` in ``RunConfig.frozen_policies``."""
+        self.role = role
+        super().__init__(processes)
+
     def compute_log_probs(
         self, tokens: Ragged[TokenBatch], limit: MicroBatchLimit
     ) -> Timed[Ragged[TokenScores]]:
@@ -134,6 +142,8 @@ class FrozenGroup(RankGroup):
         def token_scores(scores: list[Tensor]) -> Ragged[TokenScores]:
             log_probs, *top = scores  # ids come as float32, which represents those below 2^24
             columns = dict(zip(("top_ids", "top_log_probs"), top, strict=False))
+            if top:
+                columns["top_ids"] = columns["top_ids"].int()
             return tokens.become(TokenScores, log_probs=log_probs, **columns)
 
         return self.score("compute_log_probs", tokens.without("experts", "head"), limit).map(token_scores)
@@ -142,19 +152,7 @@ class FrozenGroup(RankGroup):
 class ReferenceGroup(FrozenGroup):
     """All ranks of the reference policy."""
 
-    role = "reference"
     worker = "verl_rc.runtime.workers.policy_worker:ReferenceWorker"
-
-
-class TeacherGroup(FrozenGroup):
-    """All ranks of the teacher."""
-
-    role = "teacher"
-    worker = "verl_rc.runtime.workers.policy_worker:TeacherWorker"
-
-
-FROZEN_GROUPS: dict[str, type[FrozenGroup]] = {group.role: group for group in (ReferenceGroup, TeacherGroup)}
-"""Groups of ``RunConfig.frozen_policies``, by role."""
 
 
 class RewardModel:

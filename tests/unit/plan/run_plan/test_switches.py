@@ -146,7 +146,10 @@ TURNED_OFF: list[tuple[Given, Given]] = [
         ({"critic.enable": False}, {"critic.optim.lr": 1e-4, "critic.ppo_epochs": 3}),
         (
             {"distillation.enabled": False},
-            {f"{TEACHER}.model_path": "org/teacher", "distillation.distillation_loss.topk": 5},
+            {
+                "distillation.teacher_models": {"one": {"model_path": "org/teacher"}},
+                "distillation.distillation_loss.topk": 5,
+            },
         ),
         ({f"{MODEL}.lora_rank": 0}, {f"{MODEL}.lora_alpha": 8, f"{MODEL}.lora.merge": False}),
         (

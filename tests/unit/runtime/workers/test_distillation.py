@@ -24,7 +24,7 @@ from verl_rc.records.batches import TrainBatch, positions_mask
 from verl_rc.runtime.distributed.process_group import RankAddress
 from verl_rc.runtime.workers.forward import ForwardOptions
 from verl_rc.runtime.workers.micro_batches import ObjectiveTotals
-from verl_rc.runtime.workers.policy_worker import PolicyWorker, TeacherWorker
+from verl_rc.runtime.workers.policy_worker import FrozenWorker, PolicyWorker
 
 LENGTHS, REJECTED = [7, 2, 5, 0, 1, 6], (2,)
 ROWS = list(range(len(LENGTHS)))
@@ -41,7 +41,7 @@ TERMS = {
 @pytest.fixture(scope="module")
 def workers(
     model_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[PolicyWorker, TeacherWorker, Path]]:
+) -> Iterator[tuple[PolicyWorker, FrozenWorker, Path]]:
     folder = tmp_path_factory.mktemp("teacher")
     shape = small_model_config(VOCABULARY)
     shape.num_hidden_layers, shape.layer_types = 1, shape.layer_types[:1]
@@ -58,12 +58,12 @@ def workers(
     )
     address = RankAddress(0, 1, "127.0.0.1", free_port())
     policy = PolicyWorker(config, address, total_steps=10)
-    yield policy, TeacherWorker(config, address, total_steps=10), folder
+    yield policy, FrozenWorker(config, address, total_steps=10, role="teacher"), folder
     policy.close()
 
 
 @pytest.fixture(scope="module")
-def batch(workers: tuple[PolicyWorker, TeacherWorker, Path]) -> TrainBatch:
+def batch(workers: tuple[PolicyWorker, FrozenWorker, Path]) -> TrainBatch:
     policy, teacher, _ = workers
     batch = make_train_batch(LENGTHS, REJECTED)
     current = scored(policy.compute_log_probs, batch.tokens, [ROWS])[0]
@@ -77,7 +77,7 @@ def batch(workers: tuple[PolicyWorker, TeacherWorker, Path]) -> TrainBatch:
 
 
 def test_a_teacher_of_another_shape_scores_as_it_would_alone(
-    workers: tuple[PolicyWorker, TeacherWorker, Path], batch: TrainBatch
+    workers: tuple[PolicyWorker, FrozenWorker, Path], batch: TrainBatch
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(workers[2])
     tokens = batch.tokens
@@ -107,7 +107,7 @@ def gradient(worker: PolicyWorker, batch: TrainBatch, micro_batches: list[list[i
 
 @pytest.mark.parametrize("term", list(TERMS))
 def test_nothing_but_the_tokens_decides_the_update(
-    workers: tuple[PolicyWorker, TeacherWorker, Path], batch: TrainBatch, term: str
+    workers: tuple[PolicyWorker, FrozenWorker, Path], batch: TrainBatch, term: str
 ) -> None:
     worker, _, _ = workers
     worker._distillation = small_run_config(
