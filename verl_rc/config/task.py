@@ -108,7 +108,7 @@ class RewardModelConfig(StrictModel):
     """Conversations per forward pass of transformers; vLLM takes as many as fit."""
     max_length: int | None = Field(None, ge=1)
     """Maximum tokens of a conversation; a longer one fails (``reward.failure_score``). null: the model's
-    maximum positions."""
+    maximum positions. vLLM's KV cache must hold one such conversation."""
     n_gpus_per_node: int = Field(0, ge=0)
     """GPUs of the reward model, besides those of trainer and engines: 0 or 1, where 0 means the CPU. vLLM
     computes where the trainer does: ``rollout.tensor_model_parallel_size`` on GPUs, 0 on a CPU."""

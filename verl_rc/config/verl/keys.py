@@ -20,6 +20,8 @@ _PADDING = "actor_rollout_ref.model.use_remove_padding"
 _PROFILER = "global_profiler"
 _JUDGE = "reward.reward_model"
 _LENGTHS = (f"{_JUDGE}.rollout.prompt_length", f"{_JUDGE}.rollout.response_length")
+_VERLS_LENGTH = 2048
+"""The value of each of them that was not given, in verl."""
 _PROFILED = {
     "actor_rollout_ref.actor.profiler": "ranks",
     "actor_rollout_ref.ref.profiler": "ranks",
@@ -52,7 +54,7 @@ WRITTEN_HERE = {
     "data.gen_batch_size": "nothing, where it is 1 beside `async_training.*`",
     "actor_rollout_ref.actor.profiler.ranks": "`global_profiler.ranks`, with those of `ref` and `critic`",
     "actor_rollout_ref.rollout.profiler.ranks": "`global_profiler.engines`",
-    **dict.fromkeys(_LENGTHS, f"`{_JUDGE}.max_length`, their sum; verl's default of each is 2048"),
+    **dict.fromkeys(_LENGTHS, f"`{_JUDGE}.max_length`, their sum; verl's default of each is {_VERLS_LENGTH}"),
     _PADDING: f"nothing, where it is False beside `{_GROUPER}=True`, which here needs packed rows",
 }
 """verl's keys and what stands for them here, for the documents."""
@@ -134,7 +136,7 @@ def _conversation(value: Any, leaves: Mapping[str, Any]) -> Translated:
     """Prompt and response are one conversation."""
     if leaves.get(f"{_JUDGE}.enable") is not True:
         return None
-    lengths = [leaves.get(key, 2048) for key in _LENGTHS]
+    lengths = [leaves.get(key, _VERLS_LENGTH) for key in _LENGTHS]
     return f"{_JUDGE}.max_length", sum(lengths) if all(isinstance(n, int) for n in lengths) else value
 
 

@@ -173,12 +173,11 @@ class RewardModel:
     def __init__(self, config: RewardModelConfig) -> None:
         """Start the process; ``build`` loads the model."""
         self._config = config
-        cores, device = usable_cores(), "cuda" if config.n_gpus_per_node else "cpu"
-        environment = (
-            trainer_environment(cores, one_node=False)
-            if config.rollout.name is None
-            else engine_environment(cores, device, one_node=False)
-        )
+        environment = trainer_environment(usable_cores(), one_node=False)
+        if config.rollout.name is not None:
+            threads = max(1, usable_cores() // config.rollout.tensor_model_parallel_size)
+            device = "cuda" if config.n_gpus_per_node else "cpu"
+            environment = engine_environment(threads, device, one_node=False)
         self._process = RemoteProcess(
             "reward model", environment, num_cpus=0, num_gpus=config.n_gpus_per_node
         )
