@@ -150,6 +150,8 @@ OTHER_DEFAULTS: Mapping[str, tuple[object, str]] = {
     "critic.model.enable_gradient_checkpointing": (True, _FOLLOWS_MODEL),
     "critic.fsdp_config.use_no_sync_for_gradient_accumulation": (False, _BY_MEMORY),
     "reward.num_workers": (8, "one for each core, at most 8"),
+    "reward.reward_model.dtype": ("bfloat16", "a score is as exact as the model allows"),
+    "reward.reward_model.rollout.tensor_model_parallel_size": (2, "one GPU, unless more are asked for"),
     "reward.reward_model.n_gpus_per_node": (8, "the reward model computes on the CPU unless it gets a GPU"),
     "distillation.distillation_loss.clip_ratio_low": (0.2, _FOLLOWS_CLIP),
     "distillation.distillation_loss.clip_ratio_high": (0.2, _FOLLOWS_CLIP),

@@ -59,6 +59,8 @@ SHOWN_ELSEWHERE = {
     "tests/unit/runtime/workers/test_reward_model_worker.py": f"{JUDGE}.dtype "
     f"{JUDGE}.micro_batch_size_per_gpu "
     f"{JUDGE}.max_length {JUDGE}.n_gpus_per_node {JUDGE}.trust_remote_code",
+    "tests/unit/runtime/rollout/vllm/test_reward_model.py": f"{JUDGE}.rollout.name "
+    f"{JUDGE}.rollout.tensor_model_parallel_size {JUDGE}.rollout.gpu_memory_utilization",
     "tests/unit/trainer/supply/test_scored_groups.py": f"data.train_batch_size {GROUPS}.metric "
     f"{GROUPS}.max_num_gen_batches {PENALTY}.overlong_buffer_cfg.len "
     f"{PENALTY}.overlong_buffer_cfg.penalty_factor "

@@ -36,6 +36,13 @@ def check_device(config: RunConfig, device: str) -> Iterator[str]:
             f"data.max_response_length is {config.longest_sequence:,}. Pass "
             f"{' and '.join(f'{key}=bfloat16' for key in precise)}, or lower the lengths."
         )
+    judge = config.reward.reward_model
+    gpus = judge.rollout.tensor_model_parallel_size if device == "cuda" else 0
+    if device != "auto" and judge.enable and judge.rollout.name and judge.n_gpus_per_node != gpus:
+        yield (
+            f"reward.reward_model.rollout.name=vllm computes on the trainer's kind of device, {device}; pass "
+            f"reward.reward_model.n_gpus_per_node={gpus}."
+        )
     if device == "cuda" and rollout.dtype == "float32" and config.actor_rollout_ref.model.adapter_rank:
         yield (
             "actor_rollout_ref.model.lora.merge=False needs actor_rollout_ref.rollout.dtype=bfloat16 or "

@@ -82,6 +82,17 @@ class CustomRewardFunctionConfig(StrictModel):
     """Further keyword arguments of every call. ``reward.reward_model`` adds ``reward_model_score``."""
 
 
+class RewardEngineConfig(StrictModel):
+    """``reward.reward_model.rollout.*``: what serves the reward model."""
+
+    name: Literal["vllm"] | None = None
+    """``vllm``: an engine of its own; null: transformers."""
+    tensor_model_parallel_size: int = Field(1, ge=1)
+    """GPUs that share the model in the engine; on a CPU processes."""
+    gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
+    """Share of each of its GPUs for weights and KV cache; on a CPU its KV cache has 256 MiB."""
+
+
 class RewardModelConfig(StrictModel):
     """``reward.reward_model.*``: a classifier with one output that judges prompt and response as one
     conversation."""
@@ -94,14 +105,27 @@ class RewardModelConfig(StrictModel):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of its computation."""
     micro_batch_size_per_gpu: int = Field(8, ge=1)
-    """Conversations per forward pass."""
+    """Conversations per forward pass of transformers; vLLM takes as many as fit."""
     max_length: int | None = Field(None, ge=1)
     """Maximum tokens of a conversation; a longer one fails (``reward.failure_score``). null: the model's
-    maximum positions."""
-    n_gpus_per_node: int = Field(0, ge=0, le=1)
-    """GPUs of the reward model, besides those of trainer and engines; 0: it computes on the CPU."""
+    maximum positions. vLLM's KV cache must hold one such conversation."""
+    n_gpus_per_node: int = Field(0, ge=0)
+    """GPUs of the reward model, besides those of trainer and engines: 0 or 1, where 0 means the CPU. vLLM
+    computes where the trainer does: ``rollout.tensor_model_parallel_size`` on GPUs, 0 on a CPU."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
+    rollout: RewardEngineConfig = RewardEngineConfig()
+    """What serves it."""
+
+    @model_validator(mode="after")
+    def _check_gpus(self) -> Self:
+        gpus = self.rollout.tensor_model_parallel_size if self.rollout.name else 1
+        if self.n_gpus_per_node not in (0, gpus):
+            raise ValueError(
+                f"reward.reward_model.n_gpus_per_node must be 0 or {gpus}, got {self.n_gpus_per_node}: vLLM "
+                "takes rollout.tensor_model_parallel_size GPUs, transformers one"
+            )
+        return self
 
 
 class OverlongBufferConfig(StrictModel):

@@ -132,7 +132,8 @@ def check_driver() -> Iterator[Finding]:
 
 
 def _check_gpus(config: RunConfig, processes: str) -> Iterator[Finding]:
-    num_needed, num_gpus = config.num_devices, torch.cuda.device_count()
+    judge, num_gpus = config.reward.reward_model, torch.cuda.device_count()
+    num_needed = config.num_devices + judge.enable * judge.n_gpus_per_node
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(num_gpus)) or "none"
     engine_key = (
         "" if config.actor_rollout_ref.hybrid_engine else " and actor_rollout_ref.rollout.n_gpus_per_node"
@@ -142,7 +143,7 @@ def _check_gpus(config: RunConfig, processes: str) -> Iterator[Finding]:
         "GPUs",
         f"{num_gpus} ({names}); {processes} on {num_needed}",
         f"{num_needed} GPUs must be there: {config.num_ranks} for trainer ranks, "
-        f"{num_needed - config.num_ranks} for engines alone",
+        f"{num_needed - config.num_ranks} for engines and a reward model alone",
         f"lower trainer.n_gpus_per_node{engine_key}, pass ray_kwargs.ray_init.address=auto where a cluster "
         "runs, or trainer.device=cpu",
     )

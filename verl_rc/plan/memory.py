@@ -74,6 +74,9 @@ _STATE_BYTES, _RECOMPUTED_STATE_BYTES = 95, 240
 ``_RECOMPUTED_BYTES``: what transformers' own implementation of a gated delta net saves for its backward pass,
 counted by hooks between widths of 1,024 and 4,096 (90 to 95), and 86 / 34 times as much. The kernels of
 flash-linear-attention keep less."""
+_POOLED_TOKENS = 4096
+"""Tokens of a step of the engine that serves a reward model: vLLM's own limit on a CPU, and much of that on a
+GPU."""
 _MICRO_BATCH = "ppo_max_token_len_per_gpu (or ppo_micro_batch_size_per_gpu)"
 
 
@@ -247,7 +250,7 @@ def estimate_roles(
         reducing_key = f"{fsdp_section(role)}.model_dtype=bfloat16 (the default is fp32)"
         roles.append(replace(scorer, reducing_keys=reducing_key))
     if config.reward.reward_model.enable:
-        roles.append(_reward_model(config, shapes[str(config.reward.reward_model.model_path)], on_gpus))
+        roles.append(_reward_model(config, shapes[str(config.reward.reward_model.model_path)], gpu_bytes))
     return [*roles, _engine(config, shapes[model.path], gpu_bytes)]
 
 
@@ -342,19 +345,26 @@ def _learner(role: str, shape: ModelShape, fsdp: FsdpConfig, ranks: int, trained
     )
 
 
-def _reward_model(config: RunConfig, shape: ModelShape, on_gpus: bool) -> RoleMemory:
+def _reward_model(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> RoleMemory:
     reward_model, width = config.reward.reward_model, _bytes(config.reward.reward_model.dtype)
-    longest = reward_model.max_length or config.longest_sequence
-    layer_bytes = (
-        reward_model.micro_batch_size_per_gpu * longest * shape.width * _ACTIVATION_BYTES * width // 2
-    )
+    engine = reward_model.rollout
+    tokens = reward_model.micro_batch_size_per_gpu * (reward_model.max_length or config.longest_sequence)
+    processes, library, cache, key = 1, TRAINER_MIB, 0, "micro_batch_size_per_gpu"
+    if engine.name is not None:
+        tokens, processes, library = _POOLED_TOKENS, engine.tensor_model_parallel_size, ENGINE_MIB
+        cache, key = DEFAULT_CPU_CACHE_MEGABYTES * MIB, "rollout.gpu_memory_utilization"
+    weights = shape.parameters * width // processes
+    layer_bytes = tokens * shape.width * _ACTIVATION_BYTES * width // 2
+    if engine.name is not None and gpu_bytes is not None:
+        cache = max(int(engine.gpu_memory_utilization * gpu_bytes) - weights - layer_bytes, 0)
     return RoleMemory(
         "reward model",
-        processes=1,
-        weights=shape.parameters * width,
+        processes=processes,
+        weights=weights,
         activations=layer_bytes,
-        baseline=_library_bytes(TRAINER_MIB, on_gpus),
-        reducing_keys="reward.reward_model.micro_batch_size_per_gpu, or reward.reward_model.dtype=bfloat16",
+        cache=cache,
+        baseline=_library_bytes(library, gpu_bytes is not None),
+        reducing_keys=f"reward.reward_model.{key}, or reward.reward_model.dtype=bfloat16",
     )
 
 

@@ -1,4 +1,4 @@
-"""Adapters in the engines: what is refused before a run starts."""
+"""Adapters in the engines, and an engine of the reward model: what is refused before a run starts."""
 
 import pytest
 from sound_run import sound_run
@@ -48,3 +48,18 @@ def test_a_machine_that_auto_has_found_to_have_gpus_is_judged_too() -> None:
     assert not [*check_device(config, "cpu")]
     (problem,) = check_device(config, "cuda")
     assert "no kernel for adapters in float32" in problem
+
+
+JUDGE = "reward.reward_model"
+SERVED = (f"{JUDGE}.enable=True", f"{JUDGE}.model_path=judge", f"{JUDGE}.rollout.name=vllm")
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cuda", 2), ("cpu", 0)])
+def test_vllm_serves_a_reward_model_where_the_trainer_computes(device: str, gpus: int) -> None:
+    served = (*SERVED, f"{JUDGE}.rollout.tensor_model_parallel_size=2", f"trainer.device={device}")
+    assert load(*served, f"{JUDGE}.n_gpus_per_node={gpus}").reward.reward_model.n_gpus_per_node == gpus
+    with pytest.raises(
+        ConfigError, match=rf"kind of device, {device}; pass {JUDGE}.n_gpus_per_node={gpus}\."
+    ):
+        load(*served, f"{JUDGE}.n_gpus_per_node={2 - gpus}")
+    load(*SERVED[:2], f"trainer.device={device}", f"{JUDGE}.n_gpus_per_node=1")  # transformers

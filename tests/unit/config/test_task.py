@@ -16,6 +16,16 @@ from verl_rc.config.task import RewardConfig
         ),
         ({"reward_model": {"model_path": "folder"}}, "got enable=False and model_path=folder"),
         ({"timeout_seconds": 0}, "greater than 0"),
+        ({"reward_model": {"n_gpus_per_node": 2}}, r"must be 0 or 1, got 2: .*transformers one"),
+        (
+            {
+                "reward_model": {
+                    "n_gpus_per_node": 1,
+                    "rollout": {"name": "vllm", "tensor_model_parallel_size": 2},
+                }
+            },
+            r"must be 0 or 2, got 1: vLLM takes rollout.tensor_model_parallel_size GPUs",
+        ),
     ],
 )
 def test_pairs_belong_together(given, message) -> None:

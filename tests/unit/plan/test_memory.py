@@ -315,6 +315,23 @@ def test_a_reward_model_is_a_process_of_its_own() -> None:
     assert set(gpu_peaks(config_of(given), list(roles_of(given).values()))) == {"an update", "generation"}
 
 
+def test_an_engine_of_a_reward_model_has_a_cache() -> None:
+    judge = "reward.reward_model"
+    given: Given = {
+        f"{judge}.enable": True,
+        f"{judge}.model_path": "judge",
+        f"{judge}.dtype": "bfloat16",
+        f"{judge}.rollout.name": "vllm",
+        f"{judge}.rollout.tensor_model_parallel_size": 2,
+    }
+    on_cpu = roles_of(given)["reward model"]
+    assert (on_cpu.processes, on_cpu.weights, on_cpu.cache) == (2, 10**9, 256 * MIB)
+    assert on_cpu.baseline == ENGINE_MIB * MIB
+    on_gpus: Given = {**given, "trainer.device": "cuda", f"{judge}.n_gpus_per_node": 2}
+    engine = roles_of({**on_gpus, f"{judge}.rollout.gpu_memory_utilization": 0.75}, 40 * 10**9)
+    assert engine["reward model"].model == 30 * 10**9
+
+
 def test_who_shares_a_gpu_with_whom() -> None:
     """Actor and critic are one process, with one context."""
     actor = RoleMemory("actor", 1, weights=4, gathered=1, gradients=4, optimizer=8, activations=10)

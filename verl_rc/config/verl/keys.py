@@ -18,6 +18,10 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _GROUPER = "actor_rollout_ref.actor.use_prefix_grouper"
 _PADDING = "actor_rollout_ref.model.use_remove_padding"
 _PROFILER = "global_profiler"
+_JUDGE = "reward.reward_model"
+_LENGTHS = (f"{_JUDGE}.rollout.prompt_length", f"{_JUDGE}.rollout.response_length")
+_VERLS_LENGTH = 2048
+"""The value of each of them that was not given, in verl."""
 _PROFILED = {
     "actor_rollout_ref.actor.profiler": "ranks",
     "actor_rollout_ref.ref.profiler": "ranks",
@@ -50,6 +54,7 @@ WRITTEN_HERE = {
     "data.gen_batch_size": "nothing, where it is 1 beside `async_training.*`",
     "actor_rollout_ref.actor.profiler.ranks": "`global_profiler.ranks`, with those of `ref` and `critic`",
     "actor_rollout_ref.rollout.profiler.ranks": "`global_profiler.engines`",
+    **dict.fromkeys(_LENGTHS, f"`{_JUDGE}.max_length`, their sum; verl's default of each is {_VERLS_LENGTH}"),
     _PADDING: f"nothing, where it is False beside `{_GROUPER}=True`, which here needs packed rows",
 }
 """verl's keys and what stands for them here, for the documents."""
@@ -127,6 +132,14 @@ def _padding(value: Any, leaves: Mapping[str, Any]) -> Translated:
     return None if value is False and leaves.get(_GROUPER) is True else (_PADDING, value)
 
 
+def _conversation(value: Any, leaves: Mapping[str, Any]) -> Translated:
+    """Prompt and response are one conversation."""
+    if leaves.get(f"{_JUDGE}.enable") is not True:
+        return None
+    lengths = [leaves.get(key, _VERLS_LENGTH) for key in _LENGTHS]
+    return f"{_JUDGE}.max_length", sum(lengths) if all(isinstance(n, int) for n in lengths) else value
+
+
 def _profiled(section: str) -> Callable[[Any, Mapping[str, Any]], Translated]:
     """``<section>.enable``, ``.all_ranks`` and ``.ranks``: the places of all sections that are enabled."""
 
@@ -170,6 +183,7 @@ _TRANSLATIONS: dict[str, Callable[[Any, Mapping[str, Any]], Translated]] = {
         for section in _PROFILED
         for leaf in ("enable", "all_ranks", "ranks")
     },
+    **dict.fromkeys(_LENGTHS, _conversation),
     **dict.fromkeys((_PADDING, "actor_rollout_ref.actor.use_remove_padding"), _padding),
 }
 
@@ -190,6 +204,7 @@ MOVED = {
         for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
     },
     "reward.timeout": "reward.timeout_seconds",
+    f"{_JUDGE}.rollout.dtype": f"{_JUDGE}.dtype",
     "critic.fsdp": "critic.fsdp_config",
     "critic.model.fsdp_config": "critic.fsdp_config",
     "rollout.n": "actor_rollout_ref.rollout.n",
@@ -384,7 +399,9 @@ def _is_on(section: str, refusal: Refusal, key: str, leaves: Mapping[str, Any]) 
     """Whether the section of ``key`` is enabled; a section without a switch always is."""
     if refusal.switch is None:
         return True
-    switch = refusal.switch if "." in refusal.switch else f"{section}.{refusal.switch}"
+    if "." in refusal.switch:
+        return not _equals_any(leaves.get(refusal.switch), (False, None))
+    switch = f"{section}.{refusal.switch}"
     return key == switch or not _equals_any(leaves.get(switch), (*refusal.accepted, False, None))
 
 

@@ -7,6 +7,8 @@ is then dropped. Any other value refuses the run with the reason, which says wha
 
 from dataclasses import replace
 
+from verl_rc.config.rollout import RolloutConfig
+from verl_rc.config.task import RewardEngineConfig
 from verl_rc.config.verl.refused_leaves import (
     EITHER,
     FSDP_LEAVES,
@@ -227,6 +229,22 @@ _DISTILLATION_LEAVES = {
 }
 """Leaves of ``distillation``, while it is enabled."""
 
+_SERVER = "reward.reward_model.rollout"
+_SERVED = Refusal(
+    f"a reward model's engine takes {_SERVER}.name, .tensor_model_parallel_size, .gpu_memory_utilization and "
+    "reward.reward_model.dtype and .max_length; drop it"
+)
+_SERVER_LEAVES = {
+    **dict.fromkeys(
+        sorted({*RolloutConfig.model_fields, *_ROLLOUT_LEAVES, "seed"} - {*RewardEngineConfig.model_fields}),
+        _SERVED,
+    ),
+    "skip_tokenizer_init": Refusal("vLLM's pooling needs the tokenizer; write False", (False,)),
+    "enforce_eager": Refusal("a reward model's engine runs eagerly; write True", (True,)),
+    "free_cache_engine": Refusal("its GPUs are its own, and it never sleeps; write False", (False,)),
+}
+"""Leaves of ``reward.reward_model.rollout``, while the reward model is enabled."""
+
 _OTHER_LEAVES = {
     "distillation.teacher_key": Refusal("a teacher gets rows by data_source; drop it", ("data_source",)),
     "reward_model": Refusal(_MOVED_TO_REWARD, (None, False)),
@@ -254,11 +272,6 @@ _OTHER_LEAVES = {
         )
         for leaf in ("max_rpm", "max_tpm", "estimated_tokens_per_request")
     },
-    "reward.reward_model.rollout": Refusal(
-        "the reward model is a classifier in a process of its own, served by no engine; write "
-        "reward.reward_model.micro_batch_size_per_gpu, .dtype and .max_length",
-        switch="reward.reward_model.enable",
-    ),
     "reward.reward_model.enable_resource_pool": Refusal("write reward.reward_model.n_gpus_per_node", OFF),
     "reward.reward_model.nnodes": Refusal("the reward model is one process; drop it", (0,)),
     "reward.reward_kwargs.overlong_buffer": Refusal(
@@ -454,6 +467,10 @@ def _table() -> dict[str, Refusal]:
         table |= {f"{model}.lora.{leaf}": row for leaf, row in LORA_LEAVES.items()}
     megatron_lora = Refusal(MEGATRON_LORA, (0,), switch=f"{_MODEL}.lora.rank")
     table |= {f"{_MODEL}.lora.{leaf}": megatron_lora for leaf in MEGATRON_LORA_LEAVES}
+    table |= {
+        f"{_SERVER}.{leaf}": replace(row, switch="reward.reward_model.enable")
+        for leaf, row in _SERVER_LEAVES.items()
+    }
     table["critic.model.lora"] = Refusal(MEGATRON_LORA, (0,), switch="rank")
     sections = ((_ROLLOUT, _ROLLOUT_LEAVES), ("data", _DATA_LEAVES), ("trainer", _TRAINER_LEAVES))
     return table | {f"{section}.{leaf}": row for section, leaves in sections for leaf, row in leaves.items()}

@@ -136,7 +136,23 @@ def _data_and_rewards(config: RunConfig) -> Iterator[UnreadRule]:
         ("reward.reward_kwargs.*",),
         "it is not enabled",
     )
-    yield not reward.reward_model.enable, ("reward.reward_model.*",), "it is not enabled"
+    judge = reward.reward_model
+    yield not judge.enable, ("reward.reward_model.*",), "it is not enabled"
+    yield (
+        judge.rollout.name is None,
+        _keys("reward.reward_model.rollout", "tensor_model_parallel_size", "gpu_memory_utilization"),
+        "rollout.name=null: transformers computes the reward model",
+    )
+    yield (
+        judge.rollout.name is not None,
+        _keys("reward.reward_model", "micro_batch_size_per_gpu"),
+        "rollout.name=vllm: the engine batches by tokens",
+    )
+    yield (
+        config.trainer.device == "cpu",
+        _keys("reward.reward_model.rollout", "gpu_memory_utilization"),
+        "trainer.device=cpu",
+    )
     has_function = reward.custom_reward_function.path is not None
     yield (
         not has_function,

@@ -1,12 +1,13 @@
 """The reward model: judges whole conversations, in a separate process."""
 
 import math
+import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from verl_rc.config.task import RewardModelConfig
@@ -18,29 +19,23 @@ Conversation = Sequence[dict[str, Any]]
 """Chat messages ``{role, content}``; the last one is the response."""
 
 
-class RewardModelWorker:
+class RewardModelWorker(ABC):
     """A sequence classifier with one output; its logit is the score."""
 
-    def __init__(self, config: RewardModelConfig) -> None:
-        """Load model and tokenizer.
+    def __init__(self, config: RewardModelConfig, device: torch.device) -> None:
+        """Load tokenizer and model; no weights with the device ``meta``.
 
         Raises ``ValueError`` when the model has not exactly one output, when the folder lacks its trained
         head, or when its tokenizer lacks a chat template.
         """
-        self._config = config
-        path = str(config.model_path)
-        self._tokenizer = load_tokenizer(path, config.trust_remote_code)
-        self._device = trainer_device("cuda" if config.n_gpus_per_node else "cpu")
-        self._model = (
-            _load_classifier(path, torch_dtype(config.dtype), config.trust_remote_code)
-            .to(self._device)
-            .eval()
-        )
+        self._config, self._device = config, device
+        self._tokenizer = load_tokenizer(str(config.model_path), config.trust_remote_code)
+        self._model = _load_classifier(config, device)
         self._text_config = self._model.config.get_text_config()
         self._pad_token_id: int | None = self._text_config.pad_token_id
         positions = getattr(self._model.config, "max_position_embeddings", None)
         self._max_length = min(
-            length for length in (config.max_length, positions, math.inf) if length is not None
+            length for length in (config.max_length, positions, sys.maxsize) if length is not None
         )
 
     def score(self, conversations: Sequence[Conversation]) -> list[float | str]:
@@ -56,19 +51,36 @@ class RewardModelWorker:
             for ids in token_ids
         ]
         fitting = [row for row, ids in enumerate(token_ids) if len(ids) <= self._max_length]
-        by_length = sorted(fitting, key=lambda row: len(token_ids[row]))  # neighbours need little padding
-        size = self._config.micro_batch_size_per_gpu
-        for start in range(0, len(by_length), size):
-            rows = by_length[start : start + size]
-            for row, score in zip(rows, self._logits([token_ids[row] for row in rows]).tolist(), strict=True):
-                answers[row] = (
-                    score if math.isfinite(score) else f"the reward model's score must be finite, got {score}"
-                )
+        fitting.sort(key=lambda row: len(token_ids[row]))  # neighbours need little padding
+        for row, score in zip(fitting, self._logits([token_ids[row] for row in fitting]), strict=True):
+            answers[row] = (
+                score if math.isfinite(score) else f"the reward model's score must be finite, got {score}"
+            )
         return answers
 
+    @abstractmethod
+    def _logits(self, token_ids: Sequence[list[int]]) -> list[float]:
+        """What the model gives for each conversation alone, at its last token that is not padding."""
+
+
+class TransformersRewardModel(RewardModelWorker):
+    """The model as transformers computes it."""
+
+    def __init__(self, config: RewardModelConfig) -> None:
+        """See ``RewardModelWorker``."""
+        super().__init__(config, trainer_device("cuda" if config.n_gpus_per_node else "cpu"))
+
+    def _logits(self, token_ids: Sequence[list[int]]) -> list[float]:
+        """See ``RewardModelWorker``."""
+        size = self._config.micro_batch_size_per_gpu
+        return [
+            logit
+            for start in range(0, len(token_ids), size)
+            for logit in self._logits_of_batch(token_ids[start : start + size])
+        ]
+
     @torch.no_grad()
-    def _logits(self, token_ids: Sequence[Sequence[int]]) -> Tensor:
-        """float32 ``[B]``: what the model gives for each conversation alone."""
+    def _logits_of_batch(self, token_ids: Sequence[list[int]]) -> list[float]:
         longest = max(len(ids) for ids in token_ids)
         padding = self._pad_token_id
         if padding is None or padding < 0:  # some configurations say -1
@@ -83,17 +95,23 @@ class RewardModelWorker:
         attention_mask = torch.tensor(
             [[position < len(ids) for position in range(longest)] for ids in token_ids]
         )
-        logits: Tensor = self._model(
+        logits = self._model(
             input_ids=input_ids, attention_mask=attention_mask.long().to(self._device)
         ).logits
-        return logits[:, 0].float()
+        scores: list[float] = logits[:, 0].float().tolist()
+        return scores
 
 
-def _load_classifier(path: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """The model in evaluation form. transformers would make a missing head up from random numbers: that is
-    refused here."""
+def _load_classifier(config: RewardModelConfig, device: torch.device) -> Any:
+    """The model in evaluation form. transformers and vLLM would make a missing head up from random numbers:
+    that is refused here."""
+    path = str(config.model_path)
     model, loading = AutoModelForSequenceClassification.from_pretrained(
-        path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+        path,
+        dtype=torch_dtype(config.dtype),
+        device_map=device,
+        trust_remote_code=config.trust_remote_code,
+        output_loading_info=True,
     )
     if loading["missing_keys"]:
         raise ValueError(
@@ -105,4 +123,4 @@ def _load_classifier(path: str, dtype: torch.dtype, trust_remote_code: bool) -> 
             f"reward.reward_model.model_path must be a classifier with one output (num_labels=1), {path!r} "
             f"has {model.config.num_labels}."
         )
-    return model
+    return model.eval()

@@ -3,7 +3,7 @@ reward model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from verl_rc.records.microbatch import MicroBatchLimit
 from verl_rc.records.ragged import Ragged
 from verl_rc.runtime.weight_sync.manifest import Manifest
 from verl_rc.runtime.weight_sync.transfer_group import TransferAddress
-from verl_rc.runtime.workers.environment import trainer_environment
+from verl_rc.runtime.workers.environment import engine_environment, trainer_environment
 from verl_rc.runtime.workers.host import usable_cores
 from verl_rc.runtime.workers.updates import ActorReport, UpdateReport, UpdateRequest
 from verl_rc.trainer.cluster.rank_group import RankGroup
@@ -162,20 +162,27 @@ class RewardModel:
     (``reward.reward_model.n_gpus_per_node``).
     """
 
-    worker = "verl_rc.runtime.workers.reward_model_worker:RewardModelWorker"
-    """The class that the process builds, as ``module:Class``."""
+    workers: ClassVar = {
+        None: "verl_rc.runtime.workers.reward_model_worker:TransformersRewardModel",
+        "vllm": "verl_rc.runtime.rollout.vllm.reward_model:VllmRewardModel",
+    }
+    """The class that the process builds, as ``module:Class``, by ``reward.reward_model.rollout.name``."""
 
     def __init__(self, config: RewardModelConfig) -> None:
         """Start the process; ``build`` loads the model."""
         self._config = config
         environment = trainer_environment(usable_cores(), one_node=False)
+        if config.rollout.name is not None:
+            threads = max(1, usable_cores() // config.rollout.tensor_model_parallel_size)
+            device = "cuda" if config.n_gpus_per_node else "cpu"
+            environment = engine_environment(threads, device, one_node=False)
         self._process = RemoteProcess(
             "reward model", environment, num_cpus=0, num_gpus=config.n_gpus_per_node
         )
 
     def build(self) -> list[Pending]:
         """Load the model; returns at once."""
-        return [self._process.build(self.worker, config=self._config)]
+        return [self._process.build(self.workers[self._config.rollout.name], config=self._config)]
 
     def score(self, conversations: Sequence[Sequence[dict[str, Any]]]) -> list[float | str]:
         """The score of each conversation in order, or the reason why there is none."""

@@ -183,7 +183,7 @@ class _GpusPerNode:
         """Whether nodes with these numbers of GPUs have enough."""
         needed = self.nodes * self.ranks + self.engine_nodes * self.engines + self.reward_model
         large_enough = sum(count >= max(self.ranks, self.engines) for count in gpus)
-        return needed <= sum(gpus) and large_enough >= self.nodes
+        return needed <= sum(gpus) and large_enough >= self.nodes and self.reward_model <= max(gpus)
 
     def beside_ranks(self) -> str:
         """The GPUs needed beside those of ranks, as a part of a message."""

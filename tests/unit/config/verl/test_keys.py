@@ -97,9 +97,43 @@ def test_details_matter_only_where_they_are_turned_on(switch: dict[str, bool], i
 
 
 def test_the_switch_of_a_section_may_be_a_key_of_this_schema() -> None:
-    name = "reward.reward_model.rollout.name"
-    assert translate_key(name, "vllm", {"reward.reward_model.enable": False}).accepted
-    assert translate_key(name, "vllm", {"reward.reward_model.enable": True}).problem is not None
+    name = "reward.reward_model.rollout.max_num_seqs"
+    assert translate_key(name, 8, {"reward.reward_model.enable": False}).accepted
+    assert translate_key(name, 8, {"reward.reward_model.enable": True}).problem is not None
+
+
+def of_judge(**given: Any) -> Any:
+    """What a section ``reward.reward_model`` with these keys becomes."""
+    return translate_tree({"reward": {"reward_model": given}}).tree["reward"]["reward_model"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tokens"),
+    [
+        ({"prompt_length": 8192, "response_length": 4096}, 12288),
+        ({"prompt_length": 512}, 2560),  # and verl's default
+        ({"prompt_length": None}, None),
+    ],
+)
+def test_prompt_and_response_of_a_reward_model_are_one_conversation(lengths: Any, tokens: Any) -> None:
+    served = {"name": "vllm", **lengths}
+    found = of_judge(enable=True, rollout=served)
+    assert found == {"enable": True, "max_length": tokens, "rollout": {"name": "vllm"}}
+    assert of_judge(enable=False, rollout=served) == {"enable": False, "rollout": {"name": "vllm"}}
+    with pytest.raises(ConfigError, match=r"\.prompt_length=.* and .*\.max_length=9 are one option"):
+        of_judge(enable=True, rollout=served, max_length=9)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "value"),
+    [("seed", 1), ("max_model_len", 64), ("free_cache_engine", True), ("enforce_eager", False)],
+)
+def test_other_keys_of_what_serves_a_reward_model_are_refused(leaf: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"^reward.reward_model.rollout.{leaf}={value} is refused"):
+        of_judge(enable=True, rollout={"name": "vllm", leaf: value})
+    happens = {"skip_tokenizer_init": False, "enforce_eager": True, "free_cache_engine": False}
+    assert of_judge(enable=True, rollout={"name": "vllm", **happens})["rollout"] == {"name": "vllm"}
+    assert of_judge(enable=True, rollout={"dtype": "bfloat16"}) == {"enable": True, "dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ ON_GPUS: Given = {"trainer.device": "cuda"}
 CONSOLE: Given = {"trainer.logger": ["console"], "trainer.default_local_dir": "/runs/one"}
 GREEDY: Given = {f"{ROLLOUT}.val_kwargs.do_sample": False}
 JUDGED: Given = {"reward.reward_model.enable": True, "reward.reward_model.model_path": "org/judge"}
+SERVER = "reward.reward_model.rollout"
 BY_TURNS: Given = {f"{ROLLOUT}.environment.name": "games:Guess"}
 
 TURNED_OFF: list[tuple[Given, Given]] = [
@@ -101,6 +102,17 @@ TURNED_OFF: list[tuple[Given, Given]] = [
         (
             {"reward.reward_model.enable": False},
             {"reward.reward_model.model_path": "org/judge", "reward.reward_model.max_length": 9},
+        ),
+        (
+            JUDGED,
+            {
+                f"{SERVER}.tensor_model_parallel_size": 2,
+                f"{SERVER}.gpu_memory_utilization": 0.8,
+            },
+        ),
+        (
+            {**JUDGED, f"{SERVER}.name": "vllm"},
+            {"reward.reward_model.micro_batch_size_per_gpu": 2, f"{SERVER}.gpu_memory_utilization": 0.8},
         ),
         (
             {"reward.reward_kwargs.overlong_buffer_cfg.enable": False},
@@ -254,6 +266,11 @@ KEEP_THEIR_EFFECT: list[tuple[Given, str]] = [
     ),
     (BY_TOKENS, f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
     ({}, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
+    (JUDGED, "reward.reward_model.micro_batch_size_per_gpu"),
+    (
+        {**ON_GPUS, **JUDGED, "reward.reward_model.n_gpus_per_node": 1, f"{SERVER}.name": "vllm"},
+        f"{SERVER}.gpu_memory_utilization",
+    ),
     (ON_GPUS, f"{ROLLOUT}.enable_chunked_prefill"),
     (ON_GPUS, f"{ROLLOUT}.gpu_memory_utilization"),
     (ON_GPUS, f"{ROLLOUT}.free_cache_engine"),

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from verl_rc.config.task import RewardModelConfig
 from verl_rc.runtime.workers import reward_model_worker
-from verl_rc.runtime.workers.reward_model_worker import RewardModelWorker
+from verl_rc.runtime.workers.reward_model_worker import TransformersRewardModel
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +18,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_reward_model(tmp_path_factory.mktemp("judge"))
 
 
-def worker(folder: Path, **fields: object) -> RewardModelWorker:
-    return RewardModelWorker(
+def worker(folder: Path, **fields: object) -> TransformersRewardModel:
+    return TransformersRewardModel(
         RewardModelConfig.model_validate({"enable": True, "model_path": str(folder), **fields})
     )
 
@@ -85,4 +85,4 @@ def test_precision_device_and_code_of_its_own_are_as_asked_for(
     )
     worker(folder)
     worker(folder, trust_remote_code=True, n_gpus_per_node=1)
-    assert arguments == [False, "cpu", True, "cuda"]
+    assert arguments == ["cpu", False, "cuda", True]

@@ -87,6 +87,26 @@ def test_the_gpus_of_a_reward_model_are_counted(cluster: dict[str, float], tmp_p
         plan_placement(small_run_config(tmp_path, "trainer.device=cuda", "trainer.n_gpus_per_node=2", *judge))
 
 
+def test_an_engine_of_a_reward_model_has_gpus_of_its_own(
+    cluster: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device ``auto`` is judged as the one that is found."""
+    cluster["GPU"] = 2.0
+    served = ("enable=True", "model_path=judge", "rollout.name=vllm")
+    judge = [f"reward.reward_model.{override}" for override in served]
+    given = ("trainer.device=auto", "trainer.n_gpus_per_node=2", *judge)
+    with pytest.raises(ConfigError, match=r"pass reward.reward_model.n_gpus_per_node=1\."):
+        plan_placement(small_run_config(tmp_path, *given))
+    with pytest.raises(ConfigError, match=r"= 2 GPUs are needed and 1 for the reward model, .* has 2"):
+        plan_placement(small_run_config(tmp_path, *given, "reward.reward_model.n_gpus_per_node=1"))
+    nodes = [{"Alive": True, "Resources": {"CPU": 8.0, "GPU": 1.0}}] * 3
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    two = ("rollout.tensor_model_parallel_size=2", "n_gpus_per_node=2")  # which no node has
+    spread = [f"reward.reward_model.{override}" for override in two]
+    with pytest.raises(ConfigError, match=r"= 1 GPUs are needed and 2 for the reward model, .* has 3"):
+        plan_placement(small_run_config(tmp_path, "trainer.device=cuda", *judge, *spread))
+
+
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_long_sequences_in_float32_on_a_gpu(device: str, cluster: dict[str, float], tmp_path: Path) -> None:
     """E3: no fused kernel takes them, and all attention scores would be kept."""

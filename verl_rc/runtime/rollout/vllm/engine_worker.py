@@ -73,6 +73,9 @@ class EngineWorkerExtension:
         return time_fp8_products().describe() if time_fp8_products.cache_info().currsize else None
 
 
+EXTENSION = f"{__name__}.{EngineWorkerExtension.__name__}"
+"""Its name: with tensor parallelism vLLM imports the class in processes of its own."""
+
 # vLLM takes the first suitable kernel of this list; its function to register one appends. The worker imports
 # this module before it builds its model.
 kernels = _POSSIBLE_FP8_KERNELS[PlatformEnum.CPU]

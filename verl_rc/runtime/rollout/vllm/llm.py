@@ -6,6 +6,7 @@ from vllm import LLM
 
 from verl_rc.runtime.exact.operations import device_module
 from verl_rc.runtime.rollout.vllm.options import VllmOptions
+from verl_rc.runtime.rollout.vllm.process_cleanup import unlink_shared_memory
 
 
 def build_llm(options: VllmOptions, **further: Any) -> LLM:
@@ -22,3 +23,10 @@ def build_llm(options: VllmOptions, **further: Any) -> LLM:
         **further,
         **{**options.arguments, **exact},
     )
+
+
+def release_shared_memory(llm: LLM) -> None:
+    """Unlink what the processes of an engine with ``engine_worker.EXTENSION`` share: once it is built, all of
+    them have mapped it."""
+    llm.collective_rpc("unlink_shared_memory")
+    unlink_shared_memory()

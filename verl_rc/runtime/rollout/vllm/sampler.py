@@ -22,11 +22,10 @@ from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions,
 from verl_rc.runtime.rollout.vllm import engine_worker, receiver
 from verl_rc.runtime.rollout.vllm.adapters import REQUEST, adapter_arguments
 from verl_rc.runtime.rollout.vllm.fp8_products import require_fp8_cache
-from verl_rc.runtime.rollout.vllm.llm import build_llm
+from verl_rc.runtime.rollout.vllm.llm import build_llm, release_shared_memory
 from verl_rc.runtime.rollout.vllm.options import VllmOptions
 from verl_rc.runtime.rollout.vllm.output import expert_lists, parts_of_output
 from verl_rc.runtime.rollout.vllm.picture_input import picture_input
-from verl_rc.runtime.rollout.vllm.process_cleanup import unlink_shared_memory
 from verl_rc.runtime.rollout.vllm.supports import supports
 from verl_rc.runtime.rollout.vllm.top_tokens import ReportedTokens
 from verl_rc.runtime.weight_sync.manifest import Manifest
@@ -72,13 +71,10 @@ class VllmSampler:
             # probability under the distribution that was sampled from.
             logprobs_mode="processed_logprobs",
             weight_transfer_config=WeightTransferConfig(backend=receiver.BACKEND_NAME),
-            # A name, not the class: with tensor parallelism vLLM imports it in processes of its own.
-            worker_extension_cls=f"{engine_worker.__name__}.{engine_worker.EngineWorkerExtension.__name__}",
+            worker_extension_cls=engine_worker.EXTENSION,
             **(adapter_arguments(options.adapter_rank) if options.adapter_rank else {}),
         )
-        # Once the constructor returns, all processes of the engine have mapped what they share.
-        self._llm.collective_rpc("unlink_shared_memory")
-        unlink_shared_memory()
+        release_shared_memory(self._llm)
         # vLLM would queue further requests itself, and a later one with priority could not overtake them.
         self.capacity: int = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
         self._vocabulary_size: int = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
