@@ -2,7 +2,8 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, EstimatorInput, EstimatorSpec
 from verl_rc.config.models import KlKind
@@ -88,8 +89,22 @@ class AlgorithmConfig(StrictModel):
     """Weight of the KL penalty."""
     adaptive_entropy: AdaptiveEntropyConfig = AdaptiveEntropyConfig()
     """An entropy bonus towards a target."""
+    max_refills: int = Field(0, ge=0)
+    """Times that a step replaces groups of which rejection in the driver keeps no token by newly sampled
+    ones; their log-probs are computed twice. 0: never, and the batch shrinks."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     """Importance weights and rejection between rollout and trainer; ``preset`` sets several keys at once."""
+
+    @model_validator(mode="after")
+    def _check_refills(self) -> Self:
+        correction = self.rollout_correction
+        if self.max_refills and (correction.mode != "decoupled" or not correction.rejects):
+            raise ValueError(
+                f"algorithm.max_refills={self.max_refills} replaces what rejection in the driver leaves "
+                f"nothing of, got rollout_rs={correction.rollout_rs} in {correction.mode} mode; pass a rule "
+                "and algorithm.rollout_correction.bypass_mode=False, or drop it"
+            )
+        return self
 
     @property
     def estimator(self) -> EstimatorSpec | None:

@@ -43,6 +43,11 @@ def check_device(config: RunConfig, device: str) -> Iterator[str]:
             f"reward.reward_model.rollout.name=vllm computes on the trainer's kind of device, {device}; pass "
             f"reward.reward_model.n_gpus_per_node={gpus}."
         )
+    if device == "cuda" and config.algorithm.max_refills and config.actor_rollout_ref.hybrid_engine:
+        yield (
+            f"algorithm.max_refills={config.algorithm.max_refills} samples when the trainer has scored and "
+            "engines that share its GPUs sleep; pass actor_rollout_ref.hybrid_engine=False, or drop it."
+        )
     if device == "cuda" and rollout.dtype == "float32" and config.actor_rollout_ref.model.adapter_rank:
         yield (
             "actor_rollout_ref.model.lora.merge=False needs actor_rollout_ref.rollout.dtype=bfloat16 or "

@@ -30,7 +30,8 @@ STAGES = {
 
 TOKEN_ACCOUNTS = {
     "trained": "in the loss of an update that was taken, in the first epoch",
-    "rejected": "left out by rollout correction; where the actor corrects, in the first epoch",
+    "rejected": "left out by rollout correction; where the actor corrects, in the first epoch; and of "
+    "prompts that algorithm.max_refills replaced",
     "truncated": "of responses that algorithm.mask_truncated_responses left out",
     "nonfinite": "in the loss of an update skipped because its gradient was not finite",
     "overflow": "in the loss of an update skipped because gradient · actor/loss_scale overflowed float16",
@@ -44,5 +45,6 @@ PROMPT_ACCOUNTS = {
     "in_batch": "that the batch consists of",
     "filtered": "that algorithm.filter_groups dropped",
     "surplus": "beyond data.train_batch_size after filtering",
+    "rejected": "of which rollout correction kept no token, and which algorithm.max_refills replaced",
 }
 """Every account of a step's prompts."""

@@ -203,7 +203,8 @@ def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
 def _steps_text(config: RunConfig, prompts: int) -> str:
     """The steps that so many prompts suffice for; empty where it is unknown (mixture, dynamic sampling)."""
     trainer, per_draw = config.trainer, config.data.gen_batch_size
-    if config.data.train_weights is not None or config.algorithm.filter_groups.enable or prompts < per_draw:
+    draws_more = config.algorithm.filter_groups.enable or config.algorithm.max_refills
+    if config.data.train_weights is not None or draws_more or prompts < per_draw:
         return ""
     steps, limit = prompts // per_draw * trainer.total_epochs, trainer.total_training_steps
     warning = "" if limit is None or limit <= steps else f", fewer than trainer.total_training_steps={limit}"

@@ -129,6 +129,21 @@ def _proximal_policy(
     }
 
 
+def find_rejected(services: Services, step: Step, scored: ScoredBatch) -> list[int]:
+    """The groups, by their place, of which rejection in the driver keeps no token. Rules that look at
+    advantages reject nothing here."""
+    rollouts = scored.rollouts
+    proximal = _proximal_policy(services, rollouts, step)
+    evaluations = Ragged(PolicyEvaluations, {}, rollouts.lengths).become(PolicyEvaluations, **proximal)
+    advantages = torch.zeros_like(rollouts.rollout_log_probs)
+    correction = step.corrector.before_update(scored, evaluations, advantages, step.number - 1)
+    assert correction is not None  # check_config: the driver corrects
+    kept = rollouts.row_sums(rollouts.comparable_mask & correction.keep_mask)
+    of_groups = kept.new_zeros(len(scored.prompts)).index_add(0, rollouts.group_ids, kept)
+    places: list[int] = (of_groups == 0).nonzero().flatten().tolist()
+    return places
+
+
 def correct(
     services: Services, scored: ScoredBatch, evaluations: Ragged[PolicyEvaluations], step: Step
 ) -> StepInputs:

@@ -20,6 +20,7 @@ scores and replaces the groups that end meanwhile; their errors surface there.
 
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 
 from verl_rc.algorithm.health.findings import Findings
 from verl_rc.algorithm.health.run_limits import (
@@ -72,7 +73,7 @@ def train(services: Services, state: RunState) -> RunState:
     while state.step < services.total_steps:
         step = Step.after(state, config)
         profiling.begin(services, step.number)
-        scored = supply.take(step.number, step.record)
+        scored = supply.take(step.number, step.record, partial(stages.find_rejected, services, step))
         with while_ranks_compute(supply.decide_ended_groups):
             evaluations = stages.evaluate(services, scored, step)
             inputs = stages.correct(services, scored, evaluations, step)

@@ -18,7 +18,7 @@ from verl_rc.runtime.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.trainer.cluster.engine_work import AssignedRequest
 from verl_rc.trainer.services import Services
 from verl_rc.trainer.step_record import StepRecord
-from verl_rc.trainer.supply.supply import Supply
+from verl_rc.trainer.supply.supply import FindRejected, Supply
 from verl_rc.trainer.weights import Publisher
 
 SCORES = {0: (1, 1), 1: (0, 1), 2: (0, 0), 3: (1, 0), 4: (1, 1), 5: (0, 1), 6: (0.5, 1), 7: (1, 1)}
@@ -122,12 +122,18 @@ def new_supply(run: Any, state: RunState) -> Supply:
     return Supply(services, state, Publisher(services, state))
 
 
-def sample(run: Any) -> tuple[ScoredBatch, dict[str, float]]:
+def keep_all(scored: ScoredBatch) -> list[int]:
+    """No group is rejected."""
+    del scored
+    return []
+
+
+def sample(run: Any, find_rejected: FindRejected = keep_all) -> tuple[ScoredBatch, dict[str, float]]:
     """What the first step trains on, and its metrics once its books are closed."""
     record = StepRecord()
     supply = new_supply(run, RunState())
-    batch = supply.take(1, record)
-    assert run.engines.asleep
+    batch = supply.take(1, record, find_rejected)
+    assert run.engines.asleep == run.config.actor_rollout_ref.hybrid_engine
     record.ledger.book({"trained": batch.num_tokens})
     supply.close_step(1, record)
     return batch, {**record.metrics(), **record.ledger.balanced_metrics()}

@@ -63,3 +63,11 @@ def test_vllm_serves_a_reward_model_where_the_trainer_computes(device: str, gpus
     ):
         load(*served, f"{JUDGE}.n_gpus_per_node={2 - gpus}")
     load(*SERVED[:2], f"trainer.device={device}", f"{JUDGE}.n_gpus_per_node=1")  # transformers
+
+
+def test_engines_that_sleep_sample_no_refill() -> None:
+    rejection = ("algorithm.rollout_correction.rollout_rs=seq_mean_k1", "algorithm.max_refills=1")
+    config = load(*rejection, "algorithm.rollout_correction.rollout_rs_threshold=0.9_1.1")
+    assert not [*check_device(config, "cpu")]
+    (problem,) = check_device(config, "cuda")
+    assert "pass actor_rollout_ref.hybrid_engine=False" in problem

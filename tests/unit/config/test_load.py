@@ -245,6 +245,12 @@ MISTAKES = [
     ("algorithm.gamma=1.5", "algorithm.gamma"),
     ("algorithm.filter_groups.max_inflight_gen_batches=3", "write max_num_gen_batches"),
     ("data.gen_batch_size=8", "has no effect without algorithm.filter_groups.enable=True"),
+    ("algorithm.max_refills=2", r"got rollout_rs=None in decoupled mode; pass a rule"),
+    (
+        "algorithm.max_refills=2 algorithm.rollout_correction.preset=bypass_pg_geo_rs "
+        "algorithm.rollout_correction.rollout_rs_threshold=0.9_1.1",
+        r"in bypass mode; pass a rule and algorithm.rollout_correction.bypass_mode=False",
+    ),
     (
         "algorithm.filter_groups.enable=True actor_rollout_ref.rollout.n=1 algorithm.adv_estimator=remax",
         "compares the samples of one prompt",

@@ -19,13 +19,14 @@ from typing import Generic, Literal, Protocol, TypeVar
 from verl_rc.algorithm.supply.ledger import LedgerError, check_accounts
 from verl_rc.metrics.splits import TOKEN_ACCOUNTS
 
-Fate = Literal["trained", "filtered", "failed", "stale", "surplus"]
+Fate = Literal["trained", "filtered", "failed", "stale", "surplus", "rejected"]
 FATES: Mapping[Fate, str] = {
     "trained": "that a step took into its batch",
     "filtered": "whose samples tell nothing (algorithm.filter_groups)",
     "failed": "with a sample that failed in every attempt (tool, environment, reward or timeout)",
     "stale": "that grew older than the hard bound and were dropped",
     "surplus": "beyond data.train_batch_size after filtering",
+    "rejected": "of which rollout correction keeps no token (algorithm.max_refills)",
 }
 """Every way in which a group ends."""
 _ACCEPTED: Mapping[Fate, tuple[bool, ...]] = {
@@ -34,6 +35,7 @@ _ACCEPTED: Mapping[Fate, tuple[bool, ...]] = {
     "failed": (False,),
     "stale": (True, False),
     "surplus": (True, False),
+    "rejected": (True,),
 }
 """Whether a group that ends so was accepted before."""
 RUN_TOKEN_ACCOUNTS = {

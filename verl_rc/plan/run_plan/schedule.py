@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl_rc.algorithm.ppo.choices import update_limit
+from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.config.models import LearnerFsdpConfig, torch_name
 from verl_rc.config.run import RunConfig
 from verl_rc.plan.run_plan.objective import PolicyPlan
@@ -150,15 +151,22 @@ def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
     )
 
 
+def _facts_of_sampling(algorithm: AlgorithmConfig) -> Iterator[str]:
+    if algorithm.estimator_reads("reward_baselines"):
+        yield "with one greedy response for each prompt"
+    if algorithm.filter_groups.enable:
+        yield "and reward, until enough prompts have samples that differ"
+    if algorithm.max_refills:
+        yield (
+            f"with reward and old_log_prob again, up to {algorithm.max_refills} times, for prompts of which "
+            "rejection keeps no token"
+        )
+
+
 def plan_phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> Iterator[Phase]:
     """The stages of a training step in their order."""
     trainer, rows = config.trainer, config.rows_per_step
-    gen_facts = []
-    if config.algorithm.estimator_reads("reward_baselines"):
-        gen_facts.append("with one greedy response for each prompt")
-    if config.algorithm.filter_groups.enable:
-        gen_facts.append("and reward, until enough prompts have samples that differ")
-    yield Phase("gen", "engines", schedule="; ".join(gen_facts))
+    yield Phase("gen", "engines", schedule="; ".join(_facts_of_sampling(config.algorithm)))
     yield Phase("reward", "driver")
     if policy.mode == "interpolated":
         yield Phase(

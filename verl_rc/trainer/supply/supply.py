@@ -1,7 +1,7 @@
 """Supplying steps with samples: up to k publications ahead of training; with k = 0 a step samples its own."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -35,6 +35,8 @@ from verl_rc.trainer.supply.supply_progress import (
 )
 from verl_rc.trainer.weights import Publisher, pause_metrics
 
+FindRejected = Callable[[ScoredBatch], list[int]]
+"""Finds the groups of a batch, by their place in it, of which rejection keeps no token."""
 _LOOK_SECONDS = 0.25
 """Longest wait for the next sample between two looks at what is late."""
 _LENGTH_RATIO_STEPS, _LENGTH_RATIO_ERROR = 20, 0.02
@@ -151,15 +153,21 @@ class Supply:
         for group in groups:
             self._book.update(replace(group, submitted_at=time.monotonic()))
 
-    def take(self, step: int, record: StepRecord) -> ScoredBatch:
-        """The groups of ``step``, waited for. Raises ``RuntimeError`` when one is older than the rule
-        allows."""
+    def take(self, step: int, record: StepRecord, find_rejected: FindRejected) -> ScoredBatch:
+        """The groups of ``step``, waited for; those of which rejection keeps nothing are replaced
+        ``algorithm.max_refills`` times. Raises ``RuntimeError`` when one is older than the rule allows."""
         self._step_began = time.perf_counter()
-        with record.stage("admit"):
-            self._admit()
-        if self._services.config.actor_rollout_ref.hybrid_engine:
-            self._drain_engines(step, record)
-        groups = self._book.end("trained", self._next_batch(step, record))
+        numbers = self._next_batch(step, record)
+        kept = set[int]()
+        for _ in range(self._services.config.algorithm.max_refills):
+            new = [self._book.open[number] for number in numbers if number not in kept]
+            rejected = find_rejected(join_groups(self._services, new))
+            if not rejected:
+                break
+            self._remove("rejected", [new[place].number for place in rejected])
+            kept = self._book.open.keys() & set(numbers)
+            numbers = self._next_batch(step, record)
+        groups = self._book.end("trained", numbers)
         if self._draws_batches:
             self._remove("surplus", list(self._book.open))
         if self._canaries:  # the trainer still holds the weights of their publication
@@ -218,7 +226,7 @@ class Supply:
         totals = self._totals
         self._totals = StepTotals(dict(book.ended))
         ended = totals.ended(book)
-        for fate in ("filtered", "surplus"):
+        for fate in ("filtered", "surplus", "rejected"):
             record.ledger.add_sampled(ended[fate].tokens, prompts=ended[fate].groups)
             record.ledger.book({fate: ended[fate].tokens})
             record.ledger.book_prompts({fate: ended[fate].groups})
@@ -290,6 +298,10 @@ class Supply:
 
     def _next_batch(self, step: int, record: StepRecord) -> tuple[int, ...]:
         """The numbers of the groups that ``step`` trains on, waited for."""
+        with record.stage("admit"):
+            self._admit()
+        if self._services.config.actor_rollout_ref.hybrid_engine:
+            self._drain_engines(step, record)
         while True:
             decision = next_batch(self._book.open.values(), step, self._rule)
             if decision.dropped:

@@ -7,13 +7,22 @@ from typing import Any
 import pytest
 from make_tiny_model import build_tokenizer
 from ragged_rows import whole
-from table_engines import FILTER, GREEDY_SCORE, make_run, new_supply, prompt, sample
+from table_engines import FILTER, GREEDY_SCORE, keep_all, make_run, new_supply, prompt, sample
 
 from verl_rc.algorithm.rewards import RewardOutput
 from verl_rc.algorithm.supply.ledger import LedgerError
+from verl_rc.records.scored_batch import ScoredBatch
 from verl_rc.runtime.checkpoint import RunState
 from verl_rc.trainer.step_record import StepRecord
 from verl_rc.trainer.supply import scored_groups
+
+REJECTION = [
+    "algorithm.max_refills=2",
+    "actor_rollout_ref.hybrid_engine=False",
+    "actor_rollout_ref.rollout.n_gpus_per_node=1",
+    "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+    "algorithm.rollout_correction.rollout_rs_threshold=0.9_1.1",
+]
 
 
 def test_without_a_filter_all_prompts_stay() -> None:
@@ -59,10 +68,26 @@ def test_what_is_left_over_is_dropped_and_counted() -> None:
     assert [metrics[f"ledger/prompts_{name}"] for name in ("in_batch", "filtered", "surplus")] == [1, 0, 1]
 
 
+def test_groups_of_which_rejection_keeps_nothing_are_replaced_as_often_as_is_asked() -> None:
+    """Groups 0 and 2 are rejected, and group 3 would be, but is not looked at any more."""
+    judged: list[list[int]] = []
+
+    def find_rejected(scored: ScoredBatch) -> list[int]:
+        judged.append([row.row_index for row in scored.prompts])
+        return [place for place, row in enumerate(judged[-1]) if row != 1]
+
+    batch, metrics = sample(make_run(*REJECTION), find_rejected)
+    assert judged == [[0, 1], [2]]
+    assert [row.row_index for row in batch.prompts] == [1, 3]
+    assert batch.scores.tolist() == [0, 1, 1, 0]
+    assert [metrics[f"ledger/{name}_tokens"] for name in ("sampled", "trained", "rejected")] == [12, 6, 6]
+    assert [metrics[f"ledger/prompts_{name}"] for name in ("sampled", "in_batch", "rejected")] == [4, 2, 2]
+
+
 def test_a_token_without_an_account_is_found_when_the_step_is_closed() -> None:
     run, record = make_run(FILTER), StepRecord()
     supply = new_supply(run, RunState())
-    batch = supply.take(1, record)
+    batch = supply.take(1, record, keep_all)
     record.ledger.book({"trained": batch.num_tokens - 1})
     with pytest.raises(LedgerError, match="the difference is 1"):
         supply.close_step(1, record)
@@ -81,7 +106,7 @@ def test_a_token_that_is_lost_while_the_batch_is_built_is_found_before_the_updat
 
     monkeypatch.setattr(scored_groups, "build_rollout_batch", build_and_lose)
     record = StepRecord()
-    batch = new_supply(make_run(), RunState()).take(1, record)
+    batch = new_supply(make_run(), RunState()).take(1, record, keep_all)
     with pytest.raises(LedgerError, match=r"must hold the 6 sampled tokens .*, it holds 5\."):
         record.ledger.require_in_batch(batch.num_tokens)
 
@@ -99,7 +124,7 @@ def test_the_next_step_draws_again_after_a_surplus() -> None:
     supply = new_supply(run, RunState())
     for step in (1, 2):
         record = StepRecord()
-        drawn.append([row.row_index for row in supply.take(step, record).prompts])
+        drawn.append([row.row_index for row in supply.take(step, record, keep_all).prompts])
         record.ledger.book({"trained": 3})
         saved = supply.close_step(step, record)
         assert (saved.num_groups, saved.drawn) == (0, ())
