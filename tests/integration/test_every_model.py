@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, RECURRENT
+from families import FAMILIES, FULL, RECURRENT
 from real_runs import metrics_of, train
 from small_runs import SHARE_OF_DIGITS, make_task, run_overrides
 from small_vision import use_torchvision
@@ -27,6 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {},
     "qwen3_moe": EXPERTS,
+    "glm4_moe": FULL["glm4_moe"],
     **{f"{family} with windows": further for family, further in FAMILIES.items()},
     **{f"{family} with states": further for family, further in RECURRENT.items()},
 }

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
 from verl_rc.runtime.rollout.vllm.signatures import require_parameters
 
@@ -39,7 +40,13 @@ class LoadRecord:
 
     def missing(self) -> set[str]:
         """Parameters that an update must fill, and this one has not."""
-        names = {name for name, _ in self._parameters.values() if not name.endswith("_scale")}
+        # A reload keeps the tensors of SKIP_LOAD_TENSORS as the checkpoint had them: they are buffers of the
+        # trainer's model, which training does not change (the bias of GLM's router).
+        names = {
+            name
+            for name, _ in self._parameters.values()
+            if not name.endswith("_scale") and name.rpartition(".")[2] not in SKIP_LOAD_TENSORS
+        }
         return names - self.filled
 
     def add(self, arguments: Mapping[str, Any], num_elements: int) -> None:
