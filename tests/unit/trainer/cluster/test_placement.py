@@ -62,7 +62,7 @@ def test_engines_that_no_node_has_room_for(
         tmp_path, "trainer.device=cuda", *own, f"{ROLLOUT}.tensor_model_parallel_size=4"
     )
     with pytest.raises(
-        ConfigError, match=r"tensor_model_parallel_size=4 makes 3 engines, .* nodes hold 2\. Pass 3\."
+        ConfigError, match=r"3 places of 4 GPUs .*tensor_model_parallel_size=4; .* nodes have 2\. Pass 3\."
     ):
         plan_placement(config)
 
@@ -143,11 +143,9 @@ def test_what_works_at_the_same_time_needs_cores_of_its_own(
     with pytest.raises(ConfigError, match="1 ranks and 1 engines were asked for, this process may use 1"):
         plan_placement(config)
     monkeypatch.setattr(placement, "usable_cores", lambda: 8)
-    assert placement._threads(config, "cpu", 1) == (4, 4)
+    assert placement._threads(config, "cpu") == (4, 4)
     assert (
-        placement._threads(config, "cuda", 1)
-        == placement._threads(small_run_config(tmp_path), "cpu", 1)
-        == (8, 8)
+        placement._threads(config, "cuda") == placement._threads(small_run_config(tmp_path), "cpu") == (8, 8)
     )
 
 
@@ -159,7 +157,7 @@ def test_steps_between_publications_overlap_with_sampling_on_devices_of_their_ow
     several = ["async_training.trigger_parameter_sync_step=2", "algorithm.rollout_correction.preset=disabled"]
     config = small_run_config(tmp_path, *several, f"actor_rollout_ref.hybrid_engine={hybrid}")
     monkeypatch.setattr(placement, "usable_cores", lambda: 8)
-    assert placement._threads(config, "cpu", 1) == threads
+    assert placement._threads(config, "cpu") == threads
     assert config.overlaps is not hybrid
     monkeypatch.setattr(placement, "usable_cores", lambda: 1)
     if not hybrid:
