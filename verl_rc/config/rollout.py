@@ -267,8 +267,7 @@ class RolloutConfig(StrictModel):
     ignore_eos: bool = False
     """Continue generation after the EOS token."""
     tensor_model_parallel_size: int = Field(2, ge=1)
-    """Devices of one engine. More than ``n_gpus_per_node``: the engine takes whole nodes, so it must be a
-    multiple of them; else it divides them."""
+    """Devices of one engine. An engine with more than ``n_gpus_per_node`` takes whole nodes."""
     nnodes: int = follows("trainer.nnodes", ge=1)
     """Nodes with engines."""
     n_gpus_per_node: int = follows("trainer.n_gpus_per_node", ge=1)

@@ -253,8 +253,12 @@ def _reserve(config: RunConfig, device: str, cpus: float) -> tuple[list[Place], 
     per_place = config.actor_rollout_ref.rollout.devices_of_an_engine_per_node
     shared = config.actor_rollout_ref.hybrid_engine
     gpu = 1.0 if device == "cuda" else 0.0
-    trainer_bundle = {"CPU": cpus * (1 + shared), "GPU": gpu}
-    groups = [_group(trainer_bundle, config.trainer.n_gpus_per_node) for _ in range(config.trainer.nnodes)]
+    # A local Ray has just as many CPUs as the run has processes.
+    bundles = [
+        {"CPU": cpus * (1 + (shared and index % per_place == 0)), "GPU": gpu}
+        for index in range(config.trainer.n_gpus_per_node)
+    ]
+    groups = [_group(bundles) for _ in range(config.trainer.nnodes)]
     rank_places = [
         Place(group, bundle, cpus, gpu)
         for group in groups
@@ -264,7 +268,7 @@ def _reserve(config: RunConfig, device: str, cpus: float) -> tuple[list[Place], 
         engine_places = rank_places[::per_place]
     else:
         bundle, count = {"CPU": cpus, "GPU": gpu * per_place}, config.num_engine_devices // per_place
-        engine_groups = [_group(bundle, 1) for _ in range(count)]
+        engine_groups = [_group([bundle]) for _ in range(count)]
         engine_places = [Place(group, 0, cpus, gpu * per_place) for group in engine_groups]
         groups += engine_groups
     _wait_until_free(groups, config.trainer.ready_timeout_seconds)
@@ -282,10 +286,10 @@ def _are_on_one_node(places: Sequence[Place]) -> bool:
     )
 
 
-def _group(bundle: dict[str, float], count: int) -> PlacementGroup:
+def _group(bundles: Sequence[dict[str, float]]) -> PlacementGroup:
     """Bundles on one node."""
-    resources = {name: amount for name, amount in bundle.items() if amount}
-    return placement_group([resources] * count, strategy="STRICT_PACK")
+    resources = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
+    return placement_group(resources, strategy="STRICT_PACK")
 
 
 def _wait_until_free(groups: list[PlacementGroup], timeout_seconds: float) -> None:
