@@ -2,10 +2,10 @@
 key=value …``.
 
 Every five words are one. VICTIM is ``driver``, ``actor`` or ``engine`` (rank or engine 0; others as
-``engine:1``), or ``part:2`` (the process of an engine on its second node). FUNCTION is ``module:name`` or ``module:Class.name`` in the driver, CALL its number from 1,
-WHEN ``before`` or ``after`` the call, or seconds from its beginning. With FUNCTION ``clock`` the signal comes
-every CALL seconds, and WHEN is not read. The environment variable ``ACTOR_WORKER`` names another class for
-the actor's ranks.
+``engine:1``), or ``part:2`` (the process of an engine on its second node). FUNCTION is ``module:name`` or
+``module:Class.name`` in the driver, CALL its number from 1, WHEN ``before`` or ``after`` the call, or seconds
+from its beginning. With FUNCTION ``clock`` the signal comes every CALL seconds, and WHEN is not read. The
+environment variable ``ACTOR_WORKER`` names another class for the actor's ranks.
 """
 
 import importlib
