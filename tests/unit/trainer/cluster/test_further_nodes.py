@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,6 +13,7 @@ from verl_rc.trainer.cluster import engine_group, further_nodes
 from verl_rc.trainer.cluster.engine_group import EngineGroup, EnginesLostError
 from verl_rc.trainer.cluster.engine_work import EngineWork
 from verl_rc.trainer.cluster.further_nodes import FurtherNodes
+from verl_rc.trainer.cluster.placement import Placement
 
 FAILED = RemoteError("connection closed by peer", RuntimeError("peer"))
 OPTIONS = VllmOptions("org/model", "float32", 8)
@@ -79,6 +81,21 @@ def group_of_one(answer: Any = None) -> tuple[EngineGroup, Process, Process]:
     vars(group).update(_work=EngineWork(1), _replaced=set(), _open={}, _submissions=[])
     group.build(OPTIONS, timeout_seconds=1.0)
     return group, first, second
+
+
+def test_each_process_has_the_gpus_of_the_ranks_on_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, str, Any]] = []
+
+    def start(name: str, environment: dict[str, str], **options: Any) -> Process:
+        started.append((name, environment["CUDA_VISIBLE_DEVICES"], options.get("max_concurrency")))
+        return Process(name)
+
+    monkeypatch.setattr(engine_group, "RemoteProcess", start)
+    place: Any = SimpleNamespace(options=lambda reserve_gpu: {"num_gpus": int(reserve_gpu)})
+    places, ranks = (place,) * 4, (place,) * 8
+    EngineGroup(Placement("cuda", 8, 2, 1, 1, False, True, ranks, places), ["0", "1"] * 4)
+    names = [f"rollout engine {engine}{node}" for engine in (0, 1) for node in ("", " on its node 2")]
+    assert started == [(name, "0,1", slots) for name, slots in zip(names, [2, None] * 2, strict=True)]
 
 
 @pytest.mark.usefixtures("ended")

@@ -11,9 +11,10 @@ _init_message_queues = WorkerProc._init_message_queues
 
 
 def count_workers_of_node() -> None:
-    """Let vLLM (0.32) take workers of a CPU for neighbours: it counts a node's devices, and a CPU is one.
+    """Let vLLM 0.32 find the workers on a node of CPUs, where it counts one device.
 
-    Raises ``RuntimeError`` when vLLM's function has changed.
+    By that number it decides which workers share memory. Raises ``RuntimeError`` when vLLM's function has
+    changed.
     """
     parameters = ["self", "input_shm_handle", "vllm_config"]
     require_parameters(_init_message_queues, parameters, "connects workers of a node")
