@@ -478,10 +478,8 @@ def _engine(config: RunConfig) -> Iterator[str]:
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     size, node_devices = rollout.tensor_model_parallel_size, rollout.n_gpus_per_node
     # An engine lies on one node, on a shared one beside whole ranks, or takes whole nodes.
-    if size > node_devices:
-        fits = size % node_devices == 0
-    else:
-        fits = not config.actor_rollout_ref.hybrid_engine or node_devices % size == 0
+    divides = max(size, node_devices) % min(size, node_devices) == 0
+    fits = divides or (size < node_devices and not config.actor_rollout_ref.hybrid_engine)
     if config.num_engine_devices % size:
         yield (
             "engine devices (rollout.nnodes x rollout.n_gpus_per_node = "
@@ -491,10 +489,9 @@ def _engine(config: RunConfig) -> Iterator[str]:
         )
     elif not fits:
         yield (
-            "an engine lies on one node or takes whole nodes: "
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} must divide the {node_devices} "
-            "engine devices of a node (rollout.n_gpus_per_node, or trainer.n_gpus_per_node) or be a multiple "
-            f"of them. Pass {_largest_divisor(node_devices, size)}."
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} must divide the {node_devices} engine "
+            "devices of a node (rollout.n_gpus_per_node, or trainer.n_gpus_per_node) or be a multiple of them: "
+            f"an engine lies on one node or takes whole ones. Pass {_largest_divisor(node_devices, size)}."
         )
     if model.adapter_rank > ENGINE_ADAPTER_RANKS[-1]:
         yield (
