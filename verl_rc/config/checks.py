@@ -490,7 +490,7 @@ def _engine(config: RunConfig) -> Iterator[str]:
     elif not fits:
         yield (
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} must divide the {node_devices} "
-            "engine devices of a node (rollout.n_gpus_per_node, or trainer.n_gpus_per_node) or be a multiple: "
+            "engine devices of a node (rollout.n_gpus_per_node or trainer.n_gpus_per_node) or be a multiple: "
             f"an engine lies on one node or takes whole ones. Pass {_largest_divisor(node_devices, size)}."
         )
     if model.adapter_rank > ENGINE_ADAPTER_RANKS[-1]:
