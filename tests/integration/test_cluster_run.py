@@ -110,12 +110,18 @@ def test_two_nodes_train_as_one(
     assert_equal(folder, one_node_run)
 
 
+@pytest.mark.parametrize("backend", ["broadcast", "ipc"])
 def test_one_engine_over_both_nodes_samples_as_two_engines(
-    options: list[str], one_node_run: Path, network: tuple[Network, list[Node]], tmp_path: Path
+    backend: str,
+    options: list[str],
+    one_node_run: Path,
+    network: tuple[Network, list[Node]],
+    tmp_path: Path,
 ) -> None:
-    folder = tmp_path / "run"
-    both = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
-    run = driver(network[1][0], [*options, both], folder)
+    """With ``ipc`` each of its workers gets the weights from the rank on its node."""
+    folder, section = tmp_path / "run", "actor_rollout_ref.rollout"
+    both = [f"{section}.tensor_model_parallel_size=2", f"{section}.checkpoint_engine.backend={backend}"]
+    run = driver(network[1][0], [*options, *both], folder)
     output, _ = run.communicate(timeout=600)
     assert run.returncode == 0, output[-5000:]
     assert_equal_samples(folder, one_node_run)
