@@ -81,11 +81,17 @@ def driver(node: Node, options: list[str], folder: Path) -> "subprocess.Popen[st
     )
 
 
-def assert_equal(folder: Path, expected: Path) -> None:
-    """Samples and weights after every step, to 1e-5 of each tensor's largest weight."""
+def assert_equal_samples(folder: Path, expected: Path) -> None:
+    """Of every step."""
     for step in range(1, STEPS + 1):
         samples = [run / "rollouts" / f"{step}.jsonl" for run in (folder, expected)]
         assert samples[0].read_text() == samples[1].read_text()
+
+
+def assert_equal(folder: Path, expected: Path) -> None:
+    """Samples and weights after every step, to 1e-5 of each tensor's largest weight."""
+    assert_equal_samples(folder, expected)
+    for step in range(1, STEPS + 1):
         found, wanted = (saved_tensors(run / f"global_step_{step}" / "actor") for run in (folder, expected))
         assert found.keys() == wanted.keys()
         for name, tensor in wanted.items():
@@ -102,6 +108,23 @@ def test_two_nodes_train_as_one(
     output, _ = run.communicate(timeout=600)
     assert run.returncode == 0, output[-5000:]
     assert_equal(folder, one_node_run)
+
+
+@pytest.mark.parametrize("backend", ["broadcast", "ipc"])
+def test_one_engine_over_both_nodes_samples_as_two_engines(
+    backend: str,
+    options: list[str],
+    one_node_run: Path,
+    network: tuple[Network, list[Node]],
+    tmp_path: Path,
+) -> None:
+    """With ``ipc`` each of its workers gets the weights from the rank on its node."""
+    folder, section = tmp_path / "run", "actor_rollout_ref.rollout"
+    both = [f"{section}.tensor_model_parallel_size=2", f"{section}.checkpoint_engine.backend={backend}"]
+    run = driver(network[1][0], [*options, *both], folder)
+    output, _ = run.communicate(timeout=600)
+    assert run.returncode == 0, output[-5000:]
+    assert_equal_samples(folder, one_node_run)
 
 
 def test_a_lost_node_ends_the_run_which_then_goes_on(

@@ -74,8 +74,8 @@ def test_an_engine_in_bfloat16_is_as_far_as_rounding(
 def test_all_that_is_sent_is_used_and_all_that_is_there_is_filled(
     family: str, tied: bool, tmp_path: Path
 ) -> None:
-    """vLLM's class of Cohere computes logits with the embedding, whatever the configuration says. GLM's router
-    has a bias that is a buffer: the engine keeps what it read from the checkpoint."""
+    """vLLM's class of Cohere computes logits with the embedding, whatever the configuration says. The
+    router of GLM has a bias that is a buffer: the engine keeps what it read from the checkpoint."""
     model = model_of(family, tied)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

@@ -477,8 +477,9 @@ def _conversations(config: RunConfig) -> Iterator[str]:
 def _engine(config: RunConfig) -> Iterator[str]:
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     size, node_devices = rollout.tensor_model_parallel_size, rollout.n_gpus_per_node
-    # An engine lies on one node, on a shared one beside whole ranks.
-    fits = node_devices % size == 0 if config.actor_rollout_ref.hybrid_engine else node_devices >= size
+    # An engine lies on one node, on a shared one beside whole ranks, or takes whole nodes.
+    divides = max(size, node_devices) % min(size, node_devices) == 0
+    fits = divides or (size < node_devices and not config.actor_rollout_ref.hybrid_engine)
     if config.num_engine_devices % size:
         yield (
             "engine devices (rollout.nnodes x rollout.n_gpus_per_node = "
@@ -488,9 +489,9 @@ def _engine(config: RunConfig) -> Iterator[str]:
         )
     elif not fits:
         yield (
-            f"an engine lies on one node: actor_rollout_ref.rollout.tensor_model_parallel_size={size} must "
-            f"divide the {node_devices} engine devices of a node (rollout.n_gpus_per_node, or "
-            f"trainer.n_gpus_per_node). Pass {_largest_divisor(node_devices, size)}."
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} must divide the {node_devices} "
+            "engine devices of a node (rollout.n_gpus_per_node or trainer.n_gpus_per_node) or be a multiple: "
+            f"an engine lies on one node or takes whole ones. Pass {_largest_divisor(node_devices, size)}."
         )
     if model.adapter_rank > ENGINE_ADAPTER_RANKS[-1]:
         yield (

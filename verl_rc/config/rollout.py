@@ -83,7 +83,10 @@ OWNED_ENGINE_ARGUMENTS = {
     "kv_cache_memory_bytes": f"{_ROLLOUT}.kv_cache_megabytes",
     "num_gpu_blocks_override": f"{_ROLLOUT}.kv_cache_megabytes",
     "enable_sleep_mode": f"{_ROLLOUT}.free_cache_engine",
-    "tensor_parallel_size": f"{_ROLLOUT}.tensor_model_parallel_size",
+    **dict.fromkeys(
+        ("tensor_parallel_size", "nnodes", "node_rank", "master_addr", "master_port"),
+        f"{_ROLLOUT}.tensor_model_parallel_size",
+    ),
     "pipeline_parallel_size": _REPLICAS,
     "data_parallel_size": _REPLICAS,
     "model": "write actor_rollout_ref.model.path",
@@ -264,7 +267,7 @@ class RolloutConfig(StrictModel):
     ignore_eos: bool = False
     """Continue generation after the EOS token."""
     tensor_model_parallel_size: int = Field(2, ge=1)
-    """Devices of one engine."""
+    """Devices of one engine. An engine with more than ``n_gpus_per_node`` takes whole nodes."""
     nnodes: int = follows("trainer.nnodes", ge=1)
     """Nodes with engines."""
     n_gpus_per_node: int = follows("trainer.n_gpus_per_node", ge=1)
@@ -329,6 +332,16 @@ class RolloutConfig(StrictModel):
     def has_filter(self) -> bool:
         """Whether training rollouts are drawn from a part of the tokens."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def nodes_per_engine(self) -> int:
+        """Nodes of one engine. One with more devices than a node takes whole nodes."""
+        return max(1, self.tensor_model_parallel_size // self.n_gpus_per_node)
+
+    @property
+    def devices_of_an_engine_per_node(self) -> int:
+        """Devices of an engine on each of its nodes."""
+        return self.tensor_model_parallel_size // self.nodes_per_engine
 
     @property
     def largest_support(self) -> int:

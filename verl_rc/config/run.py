@@ -379,8 +379,8 @@ class RunConfig(StrictModel):
 
     @property
     def num_processes(self) -> int:
-        """Processes of a run beside the driver."""
-        return self.num_ranks + self.num_engines
+        """Processes of a run beside the driver: one per rank, and one per node of each engine."""
+        return self.num_ranks + self.num_engines * self.actor_rollout_ref.rollout.nodes_per_engine
 
     @property
     def num_engine_devices(self) -> int:

@@ -78,10 +78,10 @@ def check_packages() -> Iterator[Finding]:
 
 def check_devices(config: RunConfig) -> Iterator[Finding]:
     """Check that there is a core or a GPU for every rank and engine."""
-    roles, engines = len(config.fsdp_configs), config.num_engines
+    roles, nodes = len(config.fsdp_configs), config.actor_rollout_ref.rollout.nodes_per_engine
+    engines = f"{config.num_engines} engine(s)" + (f" on {nodes} nodes each" if nodes > 1 else "")
     processes = (
-        f"{config.num_ranks} rank(s) of {roles} role(s) + {engines} engine(s) = {config.num_processes} "
-        "processes"
+        f"{config.num_ranks} rank(s) of {roles} role(s) + {engines} = {config.num_processes} processes"
     )
     address = config.ray_kwargs.ray_init.address
     if address is not None:

@@ -19,7 +19,7 @@ from verl_rc.runtime.workers.environment import engine_environment
 
 # Room for the query projection but not for key and value with it: vLLM fuses the three into one layer.
 BUCKET_BYTES = 20 << 10
-_ARGUMENTS = {
+ARGUMENTS = {
     "enforce_eager": True,
     "kv_cache_memory_bytes": 32 << 20,
     "block_size": 32,
@@ -38,7 +38,7 @@ def start_small_engine(
     **options: Any,
 ) -> ChildProcess:
     """An engine of the class ``served``."""
-    built = VllmOptions(str(model), dtype, max_model_len=96, arguments={**_ARGUMENTS, **arguments}, **options)
+    built = VllmOptions(str(model), dtype, max_model_len=96, arguments={**ARGUMENTS, **arguments}, **options)
     environment = engine_environment(num_threads=1, device="cpu", one_node=True)
     return ChildProcess(served, environment, options=built)
 

@@ -2,10 +2,10 @@
 key=value …``.
 
 Every five words are one. VICTIM is ``driver``, ``actor`` or ``engine`` (rank or engine 0; others as
-``engine:1``). FUNCTION is ``module:name`` or ``module:Class.name`` in the driver, CALL its number from 1,
-WHEN ``before`` or ``after`` the call, or seconds from its beginning. With FUNCTION ``clock`` the signal comes
-every CALL seconds, and WHEN is not read. The environment variable ``ACTOR_WORKER`` names another class for
-the actor's ranks.
+``engine:1``), or ``part:2`` (the process of an engine on its second node). FUNCTION is ``module:name`` or
+``module:Class.name`` in the driver, CALL its number from 1, WHEN ``before`` or ``after`` the call, or seconds
+from its beginning. With FUNCTION ``clock`` the signal comes every CALL seconds, and WHEN is not read. The
+environment variable ``ACTOR_WORKER`` names another class for the actor's ranks.
 """
 
 import importlib
@@ -24,7 +24,11 @@ from verl_rc import main_ppo
 from verl_rc.trainer.cluster.model_groups import ActorGroup
 from verl_rc.trainer.cluster.watchdog import WATCHDOG, identity_of
 
-ROLES = {"actor": r"actor\b.* rank", "engine": "rollout engine"}
+ROLES = {
+    "actor": r"actor\b.* rank",
+    "engine": "rollout engine",
+    "part": r"rollout engine \d+ on its node",
+}
 """Beginnings of the names of processes; other roles may live in the actor's."""
 
 

@@ -1,5 +1,4 @@
-"""An engine lies on one node (B6): tensor parallelism that would need two is refused, with the size that
-fits."""
+"""An engine lies on one node or takes whole nodes (B6): another size is refused, with one that fits."""
 
 from pathlib import Path
 
@@ -15,11 +14,13 @@ SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size"
     ("nodes", "per_node", "size", "hybrid", "fits"),
     [
         (2, 6, 4, True, 3),
-        (2, 8, 16, True, 8),
+        (2, 8, 16, True, None),
+        (3, 8, 12, True, 8),
         (2, 8, 8, True, None),
         (1, 8, 4, True, None),
         (2, 6, 4, False, None),
-        (2, 8, 16, False, 8),
+        (2, 8, 16, False, None),
+        (3, 8, 12, False, 8),
     ],
 )
 def test_sizes(nodes: int, per_node: int, size: int, hybrid: bool, fits: int | None, tmp_path: Path) -> None:

@@ -55,20 +55,19 @@ def test_an_engines_own_arguments_win(tmp_path: Path) -> None:
 def test_every_argument_that_the_run_sets_is_refused_among_the_users(
     device: str, more: tuple[str, ...], tmp_path: Path
 ) -> None:
-    calls = [
+    functions = [
         node
         for file in ("llm.py", "sampler.py")
-        for node in ast.walk(ast.parse((ROOT / "verl_rc/runtime/rollout/vllm" / file).read_text()))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id in ("LLM", "build_llm")
+        for node in ast.parse((ROOT / "verl_rc/runtime/rollout/vllm" / file).read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name in ("engine_arguments", "sampler_arguments")
     ]
+    written = [node for function in functions for node in ast.walk(function) if isinstance(node, ast.Dict)]
     config = small_run_config(tmp_path, *more)
     of_the_run = {
         *engine_options(config, device).arguments,
-        *(keyword.arg for call in calls for keyword in call.keywords if keyword.arg),
+        *(key.value for node in written for key in node.keys if isinstance(key, ast.Constant)),
     }
-    assert {"model", "logprobs_mode", "kv_cache_dtype", "enforce_eager"} <= of_the_run
+    assert {"model", "logprobs_mode", "node_rank", "kv_cache_dtype", "enforce_eager"} <= of_the_run
     # Of these overrides the run owns the head's precision, which is refused by itself.
     assert not of_the_run - set(OWNED_ENGINE_ARGUMENTS) - {"block_size", "hf_overrides"}
 

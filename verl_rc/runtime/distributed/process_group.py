@@ -12,8 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from verl_rc.runtime.distributed.network import take_listener
 
 
-def open_store(host: str, port: int, world_size: int, is_server: bool, timeout: timedelta) -> dist.TCPStore:
-    """Serve, or connect to, a key-value store; the server listens at ``host`` alone.
+def open_store(
+    host: str, port: int, world_size: int | None, is_server: bool, timeout: timedelta
+) -> dist.TCPStore:
+    """Serve, or connect to, a key-value store; the server listens at ``host`` alone, and waits for the others
+    of ``world_size``, unless it is None.
 
     torch would listen on every interface, where any process could write into the store.
     """
@@ -22,8 +25,24 @@ def open_store(host: str, port: int, world_size: int, is_server: bool, timeout: 
     listener = take_listener(host, port)
     # detach(): the store closes the descriptor; Python must not close it too.
     return dist.TCPStore(
-        host, port, world_size, True, timeout, wait_for_workers=True, master_listen_fd=listener.detach()
+        host,
+        port,
+        world_size,
+        True,
+        timeout,
+        wait_for_workers=world_size is not None,
+        master_listen_fd=listener.detach(),
     )
+
+
+def serve_store(host: str, port: int) -> dist.TCPStore:
+    """Serve the store of a process group of other processes, whose rank 0 this process starts later.
+
+    By default rank 0 would serve it, on every interface, at a port that another process may have taken until
+    then. With this variable of torch it connects to the store, as all others do.
+    """
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(True)
+    return open_store(host, port, None, is_server=True, timeout=timedelta(hours=1))
 
 
 @dataclass(frozen=True)

@@ -75,11 +75,23 @@ class EngineOptions(Protocol):
 
     worker: ClassVar[str]
     """The class of the engine, as ``module:Class``; it is built with ``options=``."""
+    further_worker: ClassVar[str]
+    """The class of the part of an engine on each node after the first, see ``FurtherPart``; built alike."""
 
     @property
     def deterministic(self) -> bool:
         """Whether results must not depend on time: a sample's engine follows from its seed, and engines wait
         for ``resume``."""
+
+    def on_nodes(self, count: int, host: str, port: int) -> "Sequence[EngineOptions]":
+        """The options of the parts of an engine on ``count`` nodes, which meet at a port of the first."""
+
+
+class FurtherPart(Protocol):
+    """The part of an engine on a node after its first, alone in a process; the engine needs all its parts."""
+
+    def serve(self) -> None:
+        """Compute what the engine's first part asks for; returns when that is over."""
 
 
 def engine_options(config: RunConfig, device: str, hosts: Hosts | None = None) -> EngineOptions:

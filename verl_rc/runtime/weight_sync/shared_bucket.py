@@ -22,6 +22,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from verl_rc.runtime.weight_sync.manifest import TensorSpec
 
 _SHARED_MEMORY_FOLDER = Path("/dev/shm")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""A number of this start of the machine, which no other machine has."""
 # Position of the device index in the arguments of torch's ``rebuild_cuda_tensor``: each process numbers its
 # own GPUs.
 _DEVICE_ARGUMENT = 6
@@ -204,9 +206,12 @@ def copy_bucket(handle: BucketHandle, device: torch.device) -> Tensor:
 
 
 def device_key(device: torch.device) -> str:
-    """A name of the device that is the same in all processes: a GPU's UUID, a CPU's host name."""
+    """A name of the device that is the same in all processes: a GPU's UUID, a CPU's host name and shared
+    memory."""
     if device.type == "cpu":
-        return f"cpu@{socket.gethostname()}"
+        # Nodes may have the same host name, and containers of one machine the same boot.
+        boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
+        return f"cpu@{socket.gethostname()}/{boot}/{_SHARED_MEMORY_FOLDER.stat().st_dev}"
     # An index would not do: with CUDA_VISIBLE_DEVICES every process numbers its GPUs from 0.
     return str(torch.cuda.get_device_properties(device).uuid)
 

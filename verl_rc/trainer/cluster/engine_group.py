@@ -1,5 +1,6 @@
 """The group of all engines: distributes requests and returns samples in the order of the requests."""
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +17,9 @@ from verl_rc.runtime.weight_sync.manifest import Manifest
 from verl_rc.runtime.weight_sync.proof import LoadReceipt
 from verl_rc.runtime.weight_sync.shared_bucket import BucketHandle
 from verl_rc.runtime.weight_sync.transfer_group import TransferAddress, TransferBrokenError
-from verl_rc.runtime.workers.environment import engine_environment
+from verl_rc.runtime.workers.environment import LOOPBACK, engine_environment
 from verl_rc.trainer.cluster.engine_work import AssignedRequest, EngineWork, num_unfinished
+from verl_rc.trainer.cluster.further_nodes import FurtherNodes
 from verl_rc.trainer.cluster.placement import Placement
 from verl_rc.trainer.cluster.remote import (
     Pending,
@@ -60,19 +62,28 @@ class EngineGroup:
     """
 
     def __init__(self, placement: Placement, rank_devices: Sequence[str] = ()) -> None:
-        """Start one process per engine; ``build`` creates the engine in it.
+        """Start one process per node of each engine; ``build`` creates the engine in them.
 
         ``rank_devices``: the GPU of each trainer rank, when engines share them. Such an engine reserves no
         GPU from Ray, which cannot assign GPUs of several bundles to one actor; it uses the GPUs of its ranks.
         """
         environment = engine_environment(placement.engine_threads, placement.device, placement.one_node)
         shares = placement.shares_devices and placement.device == "cuda"
-        self._engines = []
-        for index, place in enumerate(placement.engine_places):
-            devices = ",".join(rank_devices[rank] for rank in placement.ranks_beside(index)) if shares else ""
+
+        def start(name: str, place: int, **slots: int) -> RemoteProcess:
+            devices = ",".join(rank_devices[rank] for rank in placement.ranks_beside(place)) if shares else ""
             process_environment = {**environment, "CUDA_VISIBLE_DEVICES": devices} if shares else environment
-            slots = {"max_concurrency": _SLOTS, **place.options(reserve_gpu=not shares)}
-            self._engines.append(RemoteProcess(f"rollout engine {index}", process_environment, **slots))
+            options = placement.engine_places[place].options(reserve_gpu=not shares)
+            return RemoteProcess(name, process_environment, **slots, **options)
+
+        self._engines, self._further = list[RemoteProcess](), list[FurtherNodes]()
+        for index in range(placement.num_engines):
+            name, nodes = f"rollout engine {index}", placement.nodes_per_engine
+            first, *others = range(index * nodes, (index + 1) * nodes)
+            self._engines.append(start(name, first, max_concurrency=_SLOTS))
+            further = [start(f"{name} on its node {number}", place) for number, place in enumerate(others, 2)]
+            host = LOOPBACK if placement.one_node else None
+            self._further.append(FurtherNodes(self._engines[-1], further, host))
         self._work = EngineWork(len(self._engines))
         self._replaced: set[int] = set()
         """Replaced engines that have not yet received the unfinished samples of their predecessors."""
@@ -89,7 +100,8 @@ class EngineGroup:
 
     def prepare(self, options: EngineOptions) -> list[Pending]:
         """Import what engines need, which takes longer than to build one; returns at once."""
-        return [process.prepare(options.worker) for process in self._engines]
+        imports = [process.prepare(options.worker) for process in self._engines]
+        return imports + [call for further in self._further for call in further.prepare(options)]
 
     def build(self, options: EngineOptions, timeout_seconds: float) -> list[Pending]:
         """Start building the engines; returns at once. An engine that exceeds ``timeout_seconds`` in a later
@@ -98,7 +110,12 @@ class EngineGroup:
         self._timeout_seconds = timeout_seconds
         if options.deterministic:
             self._work = EngineWork(len(self._engines), by_seed=True)
-        return [process.build(options.worker, options=options) for process in self._engines]
+        return [call for engine in range(len(self._engines)) for call in self._build(engine)]
+
+    def _build(self, engine: int) -> list[Pending]:
+        """Start building an engine on all its nodes. The first call ends when all have, or one is lost."""
+        options, further = self._further[engine].build(self._options)
+        return [self._engines[engine].build(options.worker, options=options), *further]
 
     def num_held(self, engines: Sequence[int]) -> int:
         """Number of unfinished requests of these engines; a replaced engine holds none until they are
@@ -112,14 +129,21 @@ class EngineGroup:
         """
         for engine in engines:
             self._engines[engine].replace()
+            self._further[engine].replace()
             self._open.pop(engine, None)
         self._replaced |= set(engines)
-        starts = [
-            self._engines[engine].build(self._options.worker, options=self._options) for engine in engines
-        ]
-        results = dict(as_completed(starts, timeout_seconds, _START_TIMEOUT_KEY))
-        failures = {engine: results[start] for engine, start in zip(engines, starts, strict=True)}
-        lost = {engine: error for engine, error in failures.items() if isinstance(error, RemoteError)}
+        try:
+            starts = [self._build(engine)[0] for engine in engines]
+        except RemoteError as error:
+            raise EnginesLostError(dict.fromkeys(engines, error), {}) from error
+        results = dict(
+            as_completed(starts, timeout_seconds, _START_TIMEOUT_KEY, math.inf, self._beside_waits)
+        )
+        answers = {
+            engine: self._further[engine].explained(results[start])
+            for engine, start in zip(engines, starts, strict=True)
+        }
+        lost = {engine: error for engine, error in answers.items() if isinstance(error, RemoteError)}
         if lost:
             raise EnginesLostError(lost, {})
 
@@ -139,7 +163,9 @@ class EngineGroup:
         """
         calls = [*pending.values(), *peers]
         seconds = max(0.0, self._timeout_seconds - waited_seconds)
-        results = dict(as_completed(calls, seconds, _TIMEOUT_KEY, _GRACE_SECONDS))
+        results = dict(as_completed(calls, seconds, _TIMEOUT_KEY, _GRACE_SECONDS, self._beside_waits))
+        for engine, call in pending.items():
+            results[call] = self._further[engine].explained(results[call])
         by_engine = {engine: results[call] for engine, call in pending.items()}
         lost = {engine: error for engine, error in by_engine.items() if isinstance(error, ProcessLostError)}
         failures = [
@@ -162,6 +188,16 @@ class EngineGroup:
         if failures:
             raise [*causes, *failures][0]
         return by_engine, [results[call] for call in peers]
+
+    @property
+    def _beside_waits(self) -> Callable[[], None] | None:
+        """What is done while engines are waited for."""
+        return self._end_lost if any(self._further) else None
+
+    def _end_lost(self) -> None:
+        """Kill what is left of engines that have lost a node: it would not answer."""
+        for further in self._further:
+            further.end_if_lost()
 
     def facts(self) -> EngineFacts:
         """Properties of the first engine; all engines are alike."""
@@ -308,6 +344,7 @@ class EngineGroup:
 
     def _record_answered(self, wait_seconds: float, replace_lost: EngineReplacer | None) -> None:
         """Store what engines have answered to open calls. One that has not answered for too long is lost."""
+        self._end_lost()
         came = first_answered(list(self._open.values()), wait_seconds) if self._open else []
         ages = {engine: time.time() - call.sent_at for engine, call in self._open.items()}
         ended = {

@@ -54,12 +54,17 @@ class Placement:
     rank_places: tuple[Place, ...]
     """One place per device of the trainer; ranks of all roles with the same number are one process there."""
     engine_places: tuple[Place, ...]
-    """One place per engine, of its first device."""
+    """One place per node of each engine, of its first device there; those of an engine in succession."""
 
-    def ranks_beside(self, engine: int) -> range:
-        """The trainer ranks whose devices an engine shares."""
-        devices = self.num_ranks // self.num_engines
-        return range(engine * devices, (engine + 1) * devices)
+    @property
+    def nodes_per_engine(self) -> int:
+        """Nodes of one engine."""
+        return len(self.engine_places) // self.num_engines
+
+    def ranks_beside(self, place: int) -> range:
+        """The trainer ranks whose devices an engine shares on the node of one of ``engine_places``."""
+        devices = self.num_ranks // len(self.engine_places)
+        return range(place * devices, (place + 1) * devices)
 
 
 def plan_placement(config: RunConfig) -> Placement:
@@ -70,7 +75,7 @@ def plan_placement(config: RunConfig) -> Placement:
     or engines cannot work so on them, and ``RemoteError`` when the places do not become free within
     ``trainer.ready_timeout_seconds``.
     """
-    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    trainer = config.trainer
     total = ray.cluster_resources()
     device = trainer.device if trainer.device != "auto" else ("cuda" if total.get("GPU", 0) else "cpu")
     _check_nodes(config, device)
@@ -80,8 +85,7 @@ def plan_placement(config: RunConfig) -> Placement:
         _check_cores(config)
     if config.actor_rollout_ref.exact:
         fix_summation_order(device)
-    engines_per_node = max(1, config.num_engines // rollout.nnodes)
-    trainer_threads, engine_threads = _threads(config, device, engines_per_node)
+    trainer_threads, engine_threads = _threads(config, device)
     rank_places, engine_places = _reserve(
         config, device, min(1.0, total.get("CPU", 1.0) / config.num_processes)
     )
@@ -98,12 +102,11 @@ def plan_placement(config: RunConfig) -> Placement:
     )
 
 
-def _threads(config: RunConfig, device: str, engines_per_node: int) -> tuple[int, int]:
+def _threads(config: RunConfig, device: str) -> tuple[int, int]:
     """Threads of a trainer rank and of an engine's worker: all cores where they take turns, else a share of
     the cores each."""
     cores = usable_cores()
-    ranks = config.trainer.n_gpus_per_node
-    workers = engines_per_node * config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    ranks, workers = config.trainer.n_gpus_per_node, config.actor_rollout_ref.rollout.n_gpus_per_node
     if device == "cpu" and config.overlaps:
         share = max(1, cores // (ranks + workers))
         return share, share
@@ -138,17 +141,18 @@ def _check_nodes(config: RunConfig, device: str) -> None:
             f"{sum(gpus)} on {len(nodes)} nodes{_largest_share(gpus, config.trainer.nnodes)}. "
             f"{_what_fits(config, needs, gpus)}"
         )
-    size, devices = rollout.tensor_model_parallel_size, config.num_engine_devices
+    size, devices = rollout.devices_of_an_engine_per_node, config.num_engine_devices
     room = {
         count: sum(num_gpus // count for num_gpus in gpus)
         for count in range(1, size + 1)
         if devices % count == 0
     }
-    if config.num_engines > room[size]:
-        largest = max(count for count, engines in room.items() if engines >= devices // count)
+    if devices // size > room[size]:
+        largest = max(count for count, places in room.items() if places >= devices // count)
         raise ConfigError(
-            f"an engine lies on one node: actor_rollout_ref.rollout.tensor_model_parallel_size={size} makes "
-            f"{config.num_engines} engines, of which the cluster's nodes hold {room[size]}. Pass {largest}."
+            f"engines need {devices // size} places of {size} GPUs on one node, because "
+            "actor_rollout_ref.rollout.tensor_model_parallel_size="
+            f"{rollout.tensor_model_parallel_size}; the cluster's nodes have {room[size]}. Pass {largest}."
         )
 
 
@@ -246,21 +250,26 @@ def _check_cores(config: RunConfig) -> None:
 def _reserve(config: RunConfig, device: str, cpus: float) -> tuple[list[Place], list[Place]]:
     """Reserve the places of ranks and engines; engines that do not share the trainer's devices get separate
     ones."""
-    per_engine = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    per_place = config.actor_rollout_ref.rollout.devices_of_an_engine_per_node
     shared = config.actor_rollout_ref.hybrid_engine
     gpu = 1.0 if device == "cuda" else 0.0
-    trainer_bundle = {"CPU": cpus * (1 + shared), "GPU": gpu}
-    groups = [_group(trainer_bundle, config.trainer.n_gpus_per_node) for _ in range(config.trainer.nnodes)]
+    # A local Ray has just as many CPUs as the run has processes.
+    bundles = [
+        {"CPU": cpus * (1 + (shared and index % per_place == 0)), "GPU": gpu}
+        for index in range(config.trainer.n_gpus_per_node)
+    ]
+    groups = [_group(bundles) for _ in range(config.trainer.nnodes)]
     rank_places = [
         Place(group, bundle, cpus, gpu)
         for group in groups
         for bundle in range(config.trainer.n_gpus_per_node)
     ]
     if shared:
-        engine_places = rank_places[:: config.num_ranks // config.num_engines]
+        engine_places = rank_places[::per_place]
     else:
-        engine_groups = [_group({"CPU": cpus, "GPU": gpu * per_engine}, 1) for _ in range(config.num_engines)]
-        engine_places = [Place(group, 0, cpus, gpu * per_engine) for group in engine_groups]
+        bundle, count = {"CPU": cpus, "GPU": gpu * per_place}, config.num_engine_devices // per_place
+        engine_groups = [_group([bundle]) for _ in range(count)]
+        engine_places = [Place(group, 0, cpus, gpu * per_place) for group in engine_groups]
         groups += engine_groups
     _wait_until_free(groups, config.trainer.ready_timeout_seconds)
     return rank_places, engine_places
@@ -277,10 +286,10 @@ def _are_on_one_node(places: Sequence[Place]) -> bool:
     )
 
 
-def _group(bundle: dict[str, float], count: int) -> PlacementGroup:
+def _group(bundles: Sequence[dict[str, float]]) -> PlacementGroup:
     """Bundles on one node."""
-    resources = {name: amount for name, amount in bundle.items() if amount}
-    return placement_group([resources] * count, strategy="STRICT_PACK")
+    resources = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
+    return placement_group(resources, strategy="STRICT_PACK")
 
 
 def _wait_until_free(groups: list[PlacementGroup], timeout_seconds: float) -> None:

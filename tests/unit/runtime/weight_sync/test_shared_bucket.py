@@ -192,3 +192,10 @@ def test_the_allocators_other_settings_stay(
     with without_expandable_segments():
         assert calls == written[:1]
     assert calls == written
+
+
+def test_nodes_of_one_host_name_have_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = shared_bucket.device_key(CPU)
+    assert key == shared_bucket.device_key(CPU)
+    monkeypatch.setattr(shared_bucket, "_SHARED_MEMORY_FOLDER", Path("/proc"))
+    assert shared_bucket.device_key(CPU) != key

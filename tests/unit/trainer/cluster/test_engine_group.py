@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from made_samples import first_tokens, sample
@@ -17,6 +17,7 @@ from verl_rc.runtime.weight_sync.transfer_group import TransferBrokenError
 from verl_rc.trainer.cluster import engine_group
 from verl_rc.trainer.cluster.engine_group import EngineGroup, EnginesLostError
 from verl_rc.trainer.cluster.engine_work import AssignedRequest, EngineWork
+from verl_rc.trainer.cluster.further_nodes import FurtherNodes
 
 OPTIONS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=2, stop_token_ids=())
 TIMEOUT = 1.0
@@ -105,7 +106,7 @@ def group_of(
     vars(group).update(_engines=engines, _timeout_seconds=1.0, _work=EngineWork(num_engines), _replaced=set())
     options = SimpleNamespace(worker="room:Engine", deterministic=deterministic_steps is not None)
     vars(group).update(_options=options)
-    vars(group).update(_submissions=[], _open={})
+    vars(group).update(_submissions=[], _open={}, _further=[FurtherNodes(cast(Any, one)) for one in engines])
     return group, engines
 
 

@@ -59,8 +59,9 @@ def group(monkeypatch: pytest.MonkeyPatch) -> EngineGroup:
     monkeypatch.setattr(engine_group, "first_answered", lambda calls, _: calls)
     monkeypatch.setattr(engine_group, "shared", lambda argument: argument)
     place = SimpleNamespace(options=lambda reserve_gpu: {})
+    of_cpu = {"engine_threads": 1, "device": "cpu", "one_node": True, "shares_devices": False}
     placement: Any = SimpleNamespace(
-        engine_threads=1, device="cpu", one_node=True, shares_devices=False, engine_places=[place, place]
+        **of_cpu, engine_places=[place, place], num_engines=2, nodes_per_engine=1
     )
     group, options = EngineGroup(placement), BigramOptions(deterministic_steps=4)
     group.prepare(options)

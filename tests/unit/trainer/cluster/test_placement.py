@@ -62,7 +62,7 @@ def test_engines_that_no_node_has_room_for(
         tmp_path, "trainer.device=cuda", *own, f"{ROLLOUT}.tensor_model_parallel_size=4"
     )
     with pytest.raises(
-        ConfigError, match=r"tensor_model_parallel_size=4 makes 3 engines, .* nodes hold 2\. Pass 3\."
+        ConfigError, match=r"3 places of 4 GPUs .*tensor_model_parallel_size=4; .* nodes have 2\. Pass 3\."
     ):
         plan_placement(config)
 
@@ -163,11 +163,9 @@ def test_what_works_at_the_same_time_needs_cores_of_its_own(
     with pytest.raises(ConfigError, match="1 ranks and 1 engines were asked for, this process may use 1"):
         plan_placement(config)
     monkeypatch.setattr(placement, "usable_cores", lambda: 8)
-    assert placement._threads(config, "cpu", 1) == (4, 4)
+    assert placement._threads(config, "cpu") == (4, 4)
     assert (
-        placement._threads(config, "cuda", 1)
-        == placement._threads(small_run_config(tmp_path), "cpu", 1)
-        == (8, 8)
+        placement._threads(config, "cuda") == placement._threads(small_run_config(tmp_path), "cpu") == (8, 8)
     )
 
 
@@ -179,7 +177,7 @@ def test_steps_between_publications_overlap_with_sampling_on_devices_of_their_ow
     several = ["async_training.trigger_parameter_sync_step=2", "algorithm.rollout_correction.preset=disabled"]
     config = small_run_config(tmp_path, *several, f"actor_rollout_ref.hybrid_engine={hybrid}")
     monkeypatch.setattr(placement, "usable_cores", lambda: 8)
-    assert placement._threads(config, "cpu", 1) == threads
+    assert placement._threads(config, "cpu") == threads
     assert config.overlaps is not hybrid
     monkeypatch.setattr(placement, "usable_cores", lambda: 1)
     if not hybrid:
@@ -208,3 +206,60 @@ def test_places_that_others_hold_are_waited_for_as_long_as_said(
     ):
         plan_placement(small_run_config(tmp_path, "trainer.ready_timeout_seconds=7"))
     assert waited == [7.0]
+
+
+@pytest.fixture
+def reserved(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The bundles of every group; four nodes have them all."""
+    groups: list[Any] = []
+    nodes = [{"Alive": True, "Resources": {"CPU": 64.0, "GPU": 8.0}} for _ in range(4)]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 256.0, "GPU": 32.0})
+    monkeypatch.setattr(placement, "_wait_until_free", lambda *_: None)
+    monkeypatch.setattr(placement, "_are_on_one_node", lambda _: False)
+
+    def reserve(bundles: list[dict[str, float]], strategy: str) -> int:
+        assert strategy == "STRICT_PACK"
+        groups.append(bundles)
+        return len(groups) - 1
+
+    monkeypatch.setattr(placement, "placement_group", reserve)
+    return groups
+
+
+NODES = ("trainer.device=cuda", "data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=32")
+
+
+def test_an_engine_of_sixteen_gpus_is_beside_the_ranks_of_two_nodes(
+    reserved: list[Any], tmp_path: Path
+) -> None:
+    sizes = ("trainer.nnodes=4", "trainer.n_gpus_per_node=8", f"{ROLLOUT}.tensor_model_parallel_size=16")
+    planned = plan_placement(small_run_config(tmp_path, *NODES, *sizes))
+    assert (planned.num_engines, planned.nodes_per_engine) == (2, 2)
+    assert [(place.group, place.bundle) for place in planned.engine_places] == [
+        (node, 0) for node in range(4)
+    ]
+    assert [[*planned.ranks_beside(place)] for place in (1, 2)] == [[*range(8, 16)], [*range(16, 24)]]
+    # A process of ranks on each device, and one of engines on each node.
+    assert reserved == [[{"CPU": 2.0, "GPU": 1.0}, *[{"CPU": 1.0, "GPU": 1.0}] * 7]] * 4
+
+
+def test_an_engine_of_sixteen_gpus_of_its_own_has_a_group_for_each_node(
+    reserved: list[Any], tmp_path: Path
+) -> None:
+    own = ("actor_rollout_ref.hybrid_engine=False", f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=8")
+    sizes = ("trainer.nnodes=1", "trainer.n_gpus_per_node=8", f"{ROLLOUT}.tensor_model_parallel_size=16")
+    planned = plan_placement(small_run_config(tmp_path, *NODES, *own, *sizes))
+    assert [(place.group, place.num_gpus) for place in planned.engine_places] == [(1, 8.0), (2, 8.0)]
+    assert reserved[1:] == [[{"CPU": 1.0, "GPU": 8.0}]] * 2
+
+
+def test_places_take_as_many_cpus_as_a_local_ray_has(
+    reserved: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_run_config(
+        tmp_path, *NODES, "trainer.n_gpus_per_node=8", f"{ROLLOUT}.tensor_model_parallel_size=4"
+    )
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": float(config.num_processes), "GPU": 8.0})
+    plan_placement(config)
+    assert sum(bundle["CPU"] for bundles in reserved for bundle in bundles) == config.num_processes == 10

@@ -16,6 +16,7 @@ from verl_rc.runtime.rollout.vllm.adapters import (
 from verl_rc.runtime.rollout.vllm.expert_weights import pack_experts_after_updates
 from verl_rc.runtime.rollout.vllm.float32_head import use_float32_heads
 from verl_rc.runtime.rollout.vllm.fp8_products import IMPLEMENTATIONS, time_fp8_products
+from verl_rc.runtime.rollout.vllm.node_workers import count_workers_of_node
 from verl_rc.runtime.rollout.vllm.process_cleanup import die_with_parent, unlink_shared_memory
 from verl_rc.runtime.rollout.vllm.receiver import WeightReceiver
 from verl_rc.runtime.step_trace import StepTrace
@@ -85,6 +86,7 @@ limit_adapters_to_linear_layers()
 use_single_adapter_product()
 if current_platform.is_cpu():
     pack_experts_after_updates()
+    count_workers_of_node()
     # vLLM's attention uses AMX, which a process must request from Linux. oneDNN requests it, unless
     # ONEDNN_MAX_CPU_ISA excludes AMX.
     torch.cpu._init_amx()

@@ -14,15 +14,27 @@ def build_llm(options: VllmOptions, **further: Any) -> LLM:
 
     Raises ``InexactError`` when this vLLM does not support exact mode.
     """
+    return LLM(**engine_arguments(options, **further))
+
+
+def engine_arguments(options: VllmOptions, **further: Any) -> dict[str, Any]:
+    """Arguments of vLLM on a node of the engine. Raises like ``build_llm``."""
     exact = device_module("engine").use_trainer_operations() if options.exact else {}
-    return LLM(
-        model=options.model_path,
-        dtype=options.dtype,
-        max_model_len=options.max_model_len,
-        disable_log_stats=True,
+    node = options.node
+    place: dict[str, Any] = {}
+    if node is not None:
+        place = {"nnodes": node.count, "node_rank": node.number}
+        place |= {"master_addr": node.host, "master_port": node.port}
+    return {
+        "model": options.model_path,
+        "dtype": options.dtype,
+        "max_model_len": options.max_model_len,
+        "disable_log_stats": True,
         **further,
-        **{**options.arguments, **exact},
-    )
+        **options.arguments,
+        **exact,
+        **place,
+    }
 
 
 def release_shared_memory(llm: LLM) -> None:

@@ -1,6 +1,6 @@
 """The options that a vLLM engine is built with, from the configuration of a run."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, RolloutConfig
@@ -20,10 +20,23 @@ end first.
 
 
 @dataclass(frozen=True)
+class EngineNode:
+    """One of the nodes of an engine."""
+
+    number: int
+    count: int
+    """Nodes of the engine."""
+    host: str
+    """Address of the first node, at which the workers of all nodes meet."""
+    port: int
+
+
+@dataclass(frozen=True)
 class VllmOptions:
     """Options of a vLLM engine, see ``EngineOptions``."""
 
     worker: ClassVar[str] = "verl_rc.runtime.rollout.vllm.engine:VllmEngine"
+    further_worker: ClassVar[str] = "verl_rc.runtime.rollout.vllm.further_node:FurtherNode"
     model_path: str
     dtype: str
     max_model_len: int
@@ -47,6 +60,12 @@ class VllmOptions:
     adapter_rank: int = 0
     """Rank of the LoRA adapter that the engine applies beside its weights; 0 means that adapters come
     merged."""
+    node: EngineNode | None = None
+    """The node of this part of the engine. None for an engine on one node."""
+
+    def on_nodes(self, count: int, host: str, port: int) -> "list[VllmOptions]":
+        """See ``EngineOptions``."""
+        return [replace(self, node=EngineNode(number, count, host, port)) for number in range(count)]
 
     @property
     def deterministic(self) -> bool:

@@ -15,6 +15,7 @@ from vllm.v1.engine import FinishReason
 
 from verl_rc.records.image_reader import ImageReader
 from verl_rc.records.parts import UNKNOWN, Part, Sample, context, num_since_sampled, num_tokens
+from verl_rc.runtime.distributed.process_group import serve_store
 from verl_rc.runtime.rollout.conversation import AnsweredSample, Conversations
 from verl_rc.runtime.rollout.engine import EngineFacts, MemoryTag
 from verl_rc.runtime.rollout.open_request import OpenRequest
@@ -65,15 +66,9 @@ class VllmSampler:
         )
         limits = options.pixel_limits
         self._images = None if limits is None else ImageReader(options.model_path, limits)
-        self._llm = build_llm(
-            options,
-            # vLLM's default is raw_logprobs, from before temperature, top-k and top-p. A ratio needs the
-            # probability under the distribution that was sampled from.
-            logprobs_mode="processed_logprobs",
-            weight_transfer_config=WeightTransferConfig(backend=receiver.BACKEND_NAME),
-            worker_extension_cls=engine_worker.EXTENSION,
-            **(adapter_arguments(options.adapter_rank) if options.adapter_rank else {}),
-        )
+        self._store = options.node and serve_store(options.node.host, options.node.port)
+        """Where the workers of several nodes meet."""
+        self._llm = build_llm(options, **sampler_arguments(options))
         release_shared_memory(self._llm)
         # vLLM would queue further requests itself, and a later one with priority could not overtake them.
         self.capacity: int = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
@@ -238,6 +233,19 @@ class VllmSampler:
     def wake_up(self, tags: Sequence[MemoryTag]) -> None:
         """Take memory again."""
         self._llm.wake_up(list(tags))
+
+
+def sampler_arguments(options: VllmOptions) -> dict[str, Any]:
+    """Arguments of vLLM that a sampler needs on every node."""
+    return {
+        # vLLM's default is raw_logprobs, from before temperature, top-k and top-p. A ratio needs the
+        # probability under the distribution that was sampled from.
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": WeightTransferConfig(backend=receiver.BACKEND_NAME),
+        # A name, not the class: with tensor parallelism vLLM imports it in processes of its own.
+        "worker_extension_cls": f"{engine_worker.__name__}.{engine_worker.EngineWorkerExtension.__name__}",
+        **(adapter_arguments(options.adapter_rank) if options.adapter_rank else {}),
+    }
 
 
 def sampling_parameters(
