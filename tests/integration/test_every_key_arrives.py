@@ -43,7 +43,7 @@ SHOWN_ELSEWHERE = {
     "tests/unit/records/test_dataset.py": "data.truncation",
     "tests/unit/runtime/workers/test_lora.py": "actor_rollout_ref.model.lora_alpha "
     "actor_rollout_ref.model.target_modules actor_rollout_ref.model.exclude_modules "
-    "actor_rollout_ref.model.lora.merge",
+    "actor_rollout_ref.model.lora.merge actor_rollout_ref.model.lora_adapter_path",
     "tests/unit/algorithm/ppo/test_objective.py": "actor_rollout_ref.actor.kl_loss_coef "
     "actor_rollout_ref.actor.kl_loss_type "
     "algorithm.rollout_correction.score_centering.top_k algorithm.rollout_correction.score_centering.tail",

@@ -1,9 +1,11 @@
 """Configuration of the models: the trained model, the updates of actor and critic, and the reference
 policy."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -25,6 +27,20 @@ class LoraConfig(StrictModel):
     merge: bool = True
     """True: engines get weights with the adapters merged in. False: they get the weights once, then only
     adapters; sampling takes longer."""
+
+
+_SAVED_ADAPTERS = {
+    "lora_rank": "r",
+    "lora_alpha": "lora_alpha",
+    "target_modules": "target_modules",
+    "exclude_modules": "exclude_modules",
+}
+"""Keys, and what PEFT calls them in ``adapter_config.json``."""
+_NOT_PLAIN = (
+    *("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "bias", "lora_bias"),
+    *("target_parameters", "trainable_token_indices", "layers_to_transform", "megatron_config"),
+)
+"""Settings there that change what an adapter computes or has."""
 
 
 class ModelConfig(StrictModel):
@@ -55,10 +71,43 @@ class ModelConfig(StrictModel):
     the output)."""
     exclude_modules: str | list[str] | None = None
     """Modules without adapters: names or a regular expression."""
+    lora_adapter_path: UserPath | None = None
+    """Folder of PEFT's LoRA adapters that training starts from; it says their rank, alpha and modules. Null:
+    new ones, which begin at 0."""
     lora: LoraConfig = LoraConfig()
     """Transfer of adapters to the engines."""
     head_dtype: Literal["float32"] | None = None
     """Precision in which actor, reference and engines compute logits. Null: the ``dtype`` of each."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_adapters(cls, source: Any) -> Any:
+        """Fill in what the adapters to start from are."""
+        path = source.get("lora_adapter_path") if isinstance(source, Mapping) else None
+        if path is None:
+            return source
+        file = Path(str(path)).expanduser() / "adapter_config.json"
+        try:
+            saved = json.loads(file.read_text(encoding="utf-8"))
+            adapters = {key: saved[name] for key, name in _SAVED_ADAPTERS.items()}
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(
+                f"lora_adapter_path must be a folder of LoRA adapters that PEFT saved, but {file} cannot be "
+                f"read ({type(error).__name__}: {error})"
+            ) from error
+        unlike = sorted(name for name in _NOT_PLAIN if saved.get(name) not in (None, False, "none", [], {}))
+        if saved.get("peft_type") != "LORA" or unlike:
+            raise ValueError(
+                f"lora_adapter_path must have plain LoRA adapters, but {file} has "
+                f"peft_type={saved.get('peft_type')} and {', '.join(unlike) or 'nothing else'}; merge them "
+                "into a model folder and give that as path"
+            )
+        for key, value in adapters.items():
+            if key in source and source[key] != value:
+                raise ValueError(
+                    f"{key} must be that of lora_adapter_path, {value!r}, got {source[key]!r}; drop it"
+                )
+        return {**source, **adapters}
 
     @property
     def adapter_rank(self) -> int:

@@ -126,7 +126,7 @@ _ROLLOUT_LEAVES = {
 
 _DATA_LEAVES = {
     "tokenizer": Refusal("the tokenizer is that of actor_rollout_ref.model.path; drop it", NOTHING),
-    "use_shm": Refusal("files are read where they lie; drop it", OFF),
+    "use_shm": Refusal("files are read where they lie; drop it", EITHER),
     "reward_fn_key": Refusal(
         "the column that chooses a reward function is data_source; rename yours", ("data_source",)
     ),
@@ -335,6 +335,7 @@ _OTHER_LEAVES = {
     "critic.model.lora_alpha": Refusal("a critic trains all its parameters; drop it", (16,)),
     "critic.model.lora.merge": Refusal("a critic trains all its parameters; drop it", EITHER),
     "critic.model.target_modules": Refusal("a critic trains all its parameters; drop it", ("all-linear",)),
+    "critic.model.lora_adapter_path": Refusal("a critic trains all its parameters; drop it", (None,)),
     "critic.model.exclude_modules": Refusal("a critic trains all its parameters; drop it", (None,)),
     "actor_rollout_ref.nccl_timeout": Refusal(
         "collectives wait for 600 seconds; write trainer.ready_timeout_seconds for the start", (600,)

@@ -135,7 +135,7 @@ MODEL_LEAVES = {
     "tokenizer_path": Refusal(
         "a model folder holds its tokenizer; put it there, and write model.path alone", NOTHING
     ),
-    "use_shm": Refusal("weights are read where they lie; copy the folder to /dev/shm and give its path", OFF),
+    "use_shm": Refusal("weights are read where they lie; drop it", EITHER),
     "custom_chat_template": Refusal(
         "the tokenizer's own template is used; write it into tokenizer_config.json", NOTHING
     ),
@@ -144,9 +144,6 @@ MODEL_LEAVES = {
     ),
     "override_config": Refusal(
         "a model's configuration is used as it is; edit config.json in its folder", NOTHING
-    ),
-    "lora_adapter_path": Refusal(
-        "training does not start from an adapter; merge it into a model folder and give that", NOTHING
     ),
     "use_liger": Refusal("Liger's kernels are not built; drop it", OFF),
     "use_fused_kernels": Refusal("log-probs are always fused with the output layer; drop it", EITHER),
@@ -164,7 +161,7 @@ LORA_LEAVES = {
     "dtype": Refusal(
         "adapters have the precision of the master weights, fsdp_config.model_dtype; drop it", (None,)
     ),
-    "adapter_path": MODEL_LEAVES["lora_adapter_path"],
+    "adapter_path": Refusal("write actor_rollout_ref.model.lora_adapter_path", NOTHING),
 }
 """Leaves of ``model.lora`` that are not Megatron's alone."""
 

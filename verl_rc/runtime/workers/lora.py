@@ -3,10 +3,11 @@ get."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from torch import Tensor, nn
 
 from verl_rc.config.models import ModelConfig
@@ -27,7 +28,8 @@ def add_adapters(model: nn.Module, config: ModelConfig) -> nn.Module:
     """The model with trainable adapters (arXiv:2106.09685) beside frozen weights; itself when ``lora_rank``
     is 0.
 
-    An adapter starts at zero, so that the first policy is the model's own. Raises ``ValueError`` when the
+    An adapter starts at zero, so that the first policy is the model's own, or from ``lora_adapter_path``.
+    Raises ``ValueError`` when the
     targets match nothing, or the output layer.
     """
     if config.lora_rank == 0:
@@ -70,7 +72,20 @@ def add_adapters(model: nn.Module, config: ModelConfig) -> nn.Module:
             f"{config.target_modules!r}: log-probs are computed with its plain weight, a chunk at a time. "
             "Take it out of the list, or name it in exclude_modules."
         )
+    if config.lora_adapter_path is not None:
+        _load_adapters(adapted, str(Path(config.lora_adapter_path).expanduser()))
     return adapted
+
+
+def _load_adapters(model: nn.Module, folder: str) -> None:
+    """Raises ``ValueError`` when the adapters of the folder are not those of the model."""
+    loaded = set_peft_model_state_dict(model, load_peft_weights(folder, device="cpu"))
+    missing = [name for name in loaded.missing_keys if ".lora_" in name]
+    if missing or loaded.unexpected_keys:
+        raise ValueError(
+            "actor_rollout_ref.model.lora_adapter_path must have the adapters of the model's modules, but "
+            f"{folder} lacks {missing[:3]} and has {loaded.unexpected_keys[:3]} beside."
+        )
 
 
 def adapters_off(model: Any) -> AbstractContextManager[None]:

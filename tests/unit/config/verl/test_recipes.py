@@ -32,6 +32,16 @@ FOLLOWED_KEYS = json.loads((FOLDER / "defaults" / "followed_keys.json").read_tex
 KNOWN = set(fields_of(RunConfig))
 
 
+@pytest.fixture
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a recipe has its adapters."""
+    (tmp_path / "adapter").mkdir()
+    saved = {"peft_type": "LORA", "r": 64, "lora_alpha": 32, "target_modules": ["q_proj"], "bias": "none"}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({**saved, "exclude_modules": None}))
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.mark.usefixtures("_home")
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_accepted_or_refused_for_what_is_not_built(name: str) -> None:
     recipe = RECIPES[name]
@@ -138,8 +148,6 @@ REFUSED_BY_NAME = {
     "data.filter_prompts=False": "write that",
     "data.need_tools_kwargs=True": "extra_info.tools_kwargs",
     "reward.max_rpm=60": "limit them in your function",
-    "actor_rollout_ref.model.use_shm=True": "copy the folder to /dev/shm",
-    "data.use_shm=True": "files are read where they lie",
     "actor_rollout_ref.rollout.agent.num_workers=4": "one loop drives all engines",
     "data.tool_config_path=tools.yaml": "it always equals actor_rollout_ref.rollout.multi_turn.tool_config",
     "actor_rollout_ref.model.override_config.attn_implementation=eager": "edit config.json",

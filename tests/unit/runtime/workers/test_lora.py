@@ -1,10 +1,12 @@
 """LoRA in the actor: without its adapters it is the model it was made from."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from small_models import make_tokens, scored, small_run_config
 from torch import Tensor
 from torch.nn.functional import log_softmax
@@ -69,6 +71,61 @@ def test_adapters_lie_where_the_keys_say_and_weigh_alpha_over_rank(
     }
     assert layers.keys() == adapted
     assert {scale for layer in layers.values() for scale in layer.scaling.values()} == {3.0}
+
+
+@pytest.fixture
+def saved(model_folder: Path, tmp_path: Path) -> Path:
+    """Adapters that PEFT has trained and saved."""
+    torch.manual_seed(3)
+    given = LoraConfig(r=3, lora_alpha=9, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), given)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_training_starts_from_adapters_that_peft_saved(model_folder: Path, saved: Path) -> None:
+    config = ModelConfig.model_validate({"path": "m", "lora_adapter_path": str(saved)})
+    assert (config.lora_rank, config.lora_alpha) == (3, 9)
+    assert sorted(config.target_modules) == ["q_proj", "up_proj"]
+    assert ModelConfig.model_validate(config.model_dump()) == config
+    base, ids = AutoModelForCausalLM.from_pretrained(model_folder), torch.arange(7)[None]
+    plain = base(ids).logits
+    model = add_adapters(base, config)
+    expected = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), saved)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, expected(ids).logits, atol=0, rtol=0)
+        assert (model(ids).logits - plain).abs().max() > 0.1
+    assert all(parameter.requires_grad == (".lora_" in name) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "message"),
+    [
+        ({"use_dora": True}, {}, r"plain LoRA adapters, but .* has peft_type=LORA and use_dora"),
+        ({"peft_type": "IA3"}, {}, "has peft_type=IA3"),
+        ({"rank_pattern": {"q_proj": 2}}, {}, "rank_pattern"),
+        ({}, {"lora_rank": 4}, "lora_rank must be that of lora_adapter_path, 3, got 4"),
+        ({}, {"lora_adapter_path": "nowhere"}, "must be a folder of LoRA adapters that PEFT saved"),
+    ],
+)
+def test_other_adapters_are_refused(
+    changes: dict[str, Any], given: dict[str, Any], message: str, saved: Path
+) -> None:
+    file = saved / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.model_validate({"path": "m", "lora_adapter_path": str(saved), **given})
+
+
+def test_adapters_of_another_model_are_refused(model_folder: Path, saved: Path) -> None:
+    file = saved / "adapter_config.json"
+    file.write_text(file.read_text().replace("up_proj", "gate_proj"))
+    config = ModelConfig.model_validate({"path": "m", "lora_adapter_path": str(saved)})
+    with pytest.raises(ValueError, match=r"lacks .*gate_proj.* and has .*up_proj"):
+        add_adapters(AutoModelForCausalLM.from_pretrained(model_folder), config)
 
 
 def test_adapters_that_engines_would_not_get_are_refused(model_folder: Path) -> None:
