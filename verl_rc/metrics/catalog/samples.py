@@ -129,7 +129,6 @@ ACCOUNTING = (
         "tokens by what became of them. "
         + "; ".join(f"{account}: {meaning}" for account, meaning in TOKEN_ACCOUNTS.items()),
     ),
-    MetricSpec("ledger/nonfinite_tokens", "tokens", "tokens of the account nonfinite", (0, 0)),
     MetricSpec(
         "ledger/prompts_{prompts}",
         "1",
