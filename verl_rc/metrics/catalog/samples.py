@@ -217,12 +217,6 @@ _SUPPLY = (
         "staleness_threshold where that is enough",
     ),
     MetricSpec("async/token_age/mean", "steps", "mean over response tokens of the age"),
-    MetricSpec("async/in_flight_groups", "1", "groups that are being sampled when the step ends"),
-    MetricSpec(
-        "async/whole_waiting_groups",
-        "1",
-        "groups that are sampled and scored but wait for a later step, when the step ends",
-    ),
     MetricSpec(
         "async/wait_for_oldest_s",
         "s",
