@@ -154,12 +154,7 @@ _OUTCOME: tuple[tuple[str, str, Bounds | None], ...] = (
     (
         "centering_head_mass",
         "mean over the loss mask and updates of the rollout policy's mass on the tokens that the engine "
-        "reports; with score_centering, as the two below",
-        None,
-    ),
-    (
-        "centering_loss",
-        "mean over updates of the part of actor/pg_loss that centers it",
+        "reports; with score_centering, as drift_norm",
         None,
     ),
     (

@@ -575,11 +575,11 @@ def a_loss_that_is_centered():
         current, batch, config.actor_rollout_ref.actor, correction, Aggregation("token-mean", num_tokens=1)
     )
     found = {name: float(one.value) for name, one in objective.averages.items()}
-    found["rollout_corr/centering_loss"] = float(objective.terms["rollout_corr/centering_loss"])
+    found["actor/pg_loss"] = float(objective.terms["actor/pg_loss"])
     expected = {
         "rollout_corr/centering_head_mass": 3 / 4,
         "rollout_corr/drift_norm": math.sqrt(1 / 16 + 1 / 16),
-        "rollout_corr/centering_loss": 2 * (1 / 2 * -2 * LN2 + 1 / 4 * -2 * LN2 + 1 / 4 * -LN2),
+        "actor/pg_loss": 2 * 5 + 2 * (1 / 2 * -2 * LN2 + 1 / 4 * -2 * LN2 + 1 / 4 * -LN2),
     }
     return {name: found[name] for name in expected}, expected
 
