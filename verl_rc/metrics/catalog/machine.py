@@ -109,11 +109,6 @@ SYNC = (
         "chooses the experts; with router replay only",
     ),
     MetricSpec(
-        "sync/canary_max_gap",
-        "nats",
-        "maximum over generated canary tokens of |trainer − rollout log-prob|",
-    ),
-    MetricSpec(
         "sync/canary_nonfinite_tokens",
         "tokens",
         "generated canary tokens with a log-prob that is NaN or infinite; the gaps leave them out",

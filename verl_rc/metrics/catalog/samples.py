@@ -229,13 +229,8 @@ _SUPPLY = (
     MetricSpec(
         "async/pause_seconds/{statistic}",
         "s",
-        "seconds between two tokens in which the weights were replaced, over busy engines; recomputing "
-        "async/recomputed_tokens comes on top",
-    ),
-    MetricSpec(
-        "async/recomputed_tokens",
-        "tokens",
-        "tokens of prompts and unfinished responses that engines compute again with new weights",
+        "seconds between two tokens in which the weights were replaced, over busy engines; what the engines "
+        "compute again with new weights comes on top",
     ),
     MetricSpec(
         "async/length_ratio",

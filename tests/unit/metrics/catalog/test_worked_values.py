@@ -796,11 +796,9 @@ def groups_that_left_untrained():
 
 @example
 def an_update_under_running_responses():
-    """Of two engines: one was held up for half a second, and computes 30 tokens again."""
-    found = pause_metrics([Interrupted([], 0.5, 30), Interrupted([], 0.25, 0)])
-    return found, under(
-        "async/", {"pause_seconds/mean": 0.375, "pause_seconds/max": 0.5, "recomputed_tokens": 30}
-    )
+    """Of two engines, one was held up for half a second."""
+    found = pause_metrics([Interrupted([], 0.5), Interrupted([], 0.25)])
+    return found, under("async/", {"pause_seconds/mean": 0.375, "pause_seconds/max": 0.5})
 
 
 @example
@@ -1199,7 +1197,6 @@ def canary_tokens_of_two_engines():
     answers.append([answers[0][0]] * 2)
     return judged_canaries(actor, *answers), {
         "sync/canary_mean_gap": 1 / 2,
-        "sync/canary_max_gap": 1,
         "sync/canary_nonfinite_tokens": 3,
     }
 
@@ -1219,7 +1216,6 @@ def canary_tokens_in_bfloat16():
         actor, *answers, limit=replace(GapLimit.for_precision("bfloat16"), plausible=1.0)
     ), {
         "sync/canary_mean_gap": 3 / 8,
-        "sync/canary_max_gap": 1 / 2,
         "sync/canary_nonfinite_tokens": 0,
         "sync/canary_rounding": 1 / 4,
     }
@@ -1243,7 +1239,6 @@ def canary_tokens_whose_experts_are_recorded():
     replay = "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
     return judged_canaries(actor, [[recorded]], overrides=(replay,)), {
         "sync/canary_mean_gap": 1 / 4,
-        "sync/canary_max_gap": 1 / 2,
         "sync/canary_nonfinite_tokens": 0,
         "sync/canary_own_experts_gap": 3 / 4,
     }
