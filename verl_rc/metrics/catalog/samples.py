@@ -94,12 +94,12 @@ _TRAINING = (
     MetricSpec(
         "training/filter_groups/evicted_samples",
         "1",
-        "samples of the groups dropped because all their samples have one filter_groups.metric",
+        "samples of groups dropped because they have one filter_groups.metric",
     ),
     MetricSpec(
         "training/filter_groups/discarded_surplus_samples",
         "1",
-        "samples of the groups that passed the filter and exceeded data.train_batch_size",
+        "samples of groups that passed the filter beyond data.train_batch_size",
     ),
     MetricSpec(
         "training/filter_groups/informative_ratio",
@@ -220,17 +220,16 @@ _SUPPLY = (
     MetricSpec(
         "async/wait_for_oldest_s",
         "s",
-        "seconds of timing_s/gen in which enough groups for a batch were there, but an older one was awaited",
+        "seconds of timing_s/gen in which groups for a batch were there, but an older one was awaited",
     ),
     MetricSpec(
-        "async/failed_groups", "1", "groups with a sample that failed in every attempt; others replaced them"
+        "async/failed_groups", "1", "groups with a sample that failed in every attempt, and were replaced"
     ),
     MetricSpec("async/dropped_tokens", "tokens", "tokens of the groups dropped in the step for their age"),
     MetricSpec(
         "async/pause_seconds/{statistic}",
         "s",
-        "seconds between two tokens in which the weights were replaced, over busy engines; what the engines "
-        "compute again with new weights comes on top",
+        "seconds in which the weights were replaced, over busy engines",
     ),
     MetricSpec(
         "async/length_ratio",
@@ -256,12 +255,12 @@ _VERSIONS = (
     MetricSpec(
         "fully_async/partial/partial_ratio",
         "1",
-        "responses with tokens of several policy versions / responses",
+        "total_partial_num / responses",
     ),
     MetricSpec(
         "fully_async/partial/max_partial_span",
         "steps",
-        "maximum over responses of newest − oldest policy version of their tokens",
+        "training/off_policy/trajectory_spans/max − 1",
     ),
 )
 
