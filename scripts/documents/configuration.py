@@ -159,15 +159,13 @@ def _algorithms() -> Iterator[str]:
         "\n## Advantage estimators\n\nA of a token; s is the row's score, g its group: the rows that answer "
         "one prompt.\n\n"
     )
-    estimators = (
-        (
-            f"`{name}`",
-            f"the same as `{spec.same_as}`" if spec.same_as else f"{spec.title}: {spec.formula}",
-            _listed(spec.options),
-            spec.source,
-        )
-        for name, spec in ADVANTAGE_ESTIMATORS.items()
-    )
+    first: dict[str, str] = {}
+    estimators = []
+    for name, spec in ADVANTAGE_ESTIMATORS.items():
+        said = first.setdefault(spec.formula, name)
+        formula = spec.formula if said == name else f"as `{said}`"
+        meaning = f"the same as `{spec.same_as}`" if spec.same_as else f"{spec.title}: {formula}"
+        estimators.append((f"`{name}`", meaning, _listed(spec.options), spec.source))
     yield table(("`adv_estimator`", "A", "options", "source"), estimators)
 
 
@@ -223,7 +221,7 @@ def _section_in_yaml(model: type[BaseModel], indent: str) -> Iterator[str]:
 
 def _meaning(field: FieldInfo) -> str:
     text, followed = " ".join((field.description or "").split()), followed_key(field)
-    return text if followed is None else f"{text} Null: that of ``{followed}``."
+    return text if followed is None else f"{text} Null: ``{followed}``."
 
 
 def _choices(annotation: Any) -> str:
