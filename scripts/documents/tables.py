@@ -29,12 +29,11 @@ writes this page from `verl_rc/metrics/catalog`; change an entry there.
 - *Unit*: none for a ratio, a fraction or a count.
 - *How it is computed*: `a / b` counts a and b over the batch of one step, where nothing else is
   said.
-- *Healthy*: where the number lies in most runs that go well.
+- *Healthy*: the range in most runs that go well.
 
 ## Words and symbols
 
-[glossary.md](glossary.md) has the words that the whole project uses; the formulas of this page use
-these besides:
+Besides those of the [glossary](glossary.md):
 
 """
 
