@@ -81,8 +81,8 @@ _ACTOR = (
     MetricSpec(
         "actor/flipped_experts",
         "1",
-        "response tokens for which the actor's own router chooses other experts in a layer / response tokens, "
-        "over updates; with router replay",
+        "response tokens for which the actor's own router chooses other experts in a layer / response "
+        "tokens, over updates; with router replay",
     ),
     MetricSpec(
         "actor/proximal_interpolation_gap",

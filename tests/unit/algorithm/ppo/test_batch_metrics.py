@@ -38,21 +38,6 @@ def step_inputs(
     return StepInputs(scored, evaluations, batch, None, rewards.sum(-1), returns, None)
 
 
-def test_lengths_scores_and_clip_ratio_of_the_configured_limit() -> None:
-    lengths = [7, 2, 5, 4]
-    scores = torch.tensor([1.0, 0.0, 0.0, 3.0])
-    rewards = torch.zeros(4, 7)
-    rewards[:, 0] = scores - 1
-    metrics = batch_metrics(step_inputs(make_rollouts(lengths), rewards, scores), 5, 100)
-    assert metrics["critic/rewards/mean"] == 0.0
-    assert metrics["critic/score/mean"] == 1.0
-    assert metrics["critic/score/max"] == 3.0
-    assert metrics["response_length/mean"] == 4.5
-    assert metrics["response_length/clip_ratio"] == 0.5
-    assert metrics["prompt_length/clip_ratio"] == 0.0
-    assert metrics["perf/total_num_tokens"] == sum(lengths) + (1 + 2 + 3 + 4)
-
-
 @pytest.mark.parametrize("sizes", [[0, 4, 2], [0, 0, 0]])
 def test_tokens_without_a_record_of_their_support_are_counted(sizes: list[int]) -> None:
     rollouts = make_rollouts([1, 1, 1])
