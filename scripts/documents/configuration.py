@@ -46,16 +46,14 @@ another, and `GROUP=null` or `~GROUP` takes none. `correction=NAME` is short for
 `algorithm.rollout_correction.preset=NAME`, which fills the leaves of that section that were not
 given anywhere.
 
-Files of your own: `--config-dir DIR --config-name NAME` begins with the run file `DIR/NAME.yaml`,
-which may choose from the groups as Hydra's files do: with `defaults: [ppo_trainer, _self_]` its
-keys win over theirs. A folder `DIR/hardware` holds further choices of a group, and any other folder
-is a new group. `--config-path` has precedence over `--config-dir`; both are relative to where you
-are.
+Files of your own: `--config-dir DIR --config-name NAME` begins with the run file `DIR/NAME.yaml`;
+with `defaults: [ppo_trainer, _self_]` its keys win over those of the groups. A folder
+`DIR/hardware` holds further choices of a group, and any other folder is a new group.
 
 As in Hydra, `--cfg=job|hydra|all`, `--resolve`, `--package`, `--info` and `--help` print and stop,
-`~KEY` takes a key back, and `--multirun` makes a run for each combination of values, one after the
-other, in folders 0, 1, … where `trainer.default_local_dir` is the same. A sweep over thresholds is
-written `choice(2.0,3.0)`. `main_sft` has the same options and no groups.
+`~KEY` takes a key back, and `--multirun` makes a run for each combination of values, in folders 0,
+1, … where `trainer.default_local_dir` is the same. A sweep over thresholds is written
+`choice(2.0,3.0)`. `main_sft` has the same options and no groups.
 """
 OWN_SECTIONS = (
     "actor_rollout_ref.rollout.environment",
@@ -159,15 +157,13 @@ def _algorithms() -> Iterator[str]:
         "\n## Advantage estimators\n\nA of a token; s is the row's score, g its group: the rows that answer "
         "one prompt.\n\n"
     )
-    estimators = (
-        (
-            f"`{name}`",
-            f"the same as `{spec.same_as}`" if spec.same_as else f"{spec.title}: {spec.formula}",
-            _listed(spec.options),
-            spec.source,
-        )
-        for name, spec in ADVANTAGE_ESTIMATORS.items()
-    )
+    first: dict[str, str] = {}
+    estimators = []
+    for name, spec in ADVANTAGE_ESTIMATORS.items():
+        said = first.setdefault(spec.formula, name)
+        formula = spec.formula if said == name else f"as `{said}`"
+        meaning = f"the same as `{spec.same_as}`" if spec.same_as else f"{spec.title}: {formula}"
+        estimators.append((f"`{name}`", meaning, _listed(spec.options), spec.source))
     yield table(("`adv_estimator`", "A", "options", "source"), estimators)
 
 
@@ -223,7 +219,7 @@ def _section_in_yaml(model: type[BaseModel], indent: str) -> Iterator[str]:
 
 def _meaning(field: FieldInfo) -> str:
     text, followed = " ".join((field.description or "").split()), followed_key(field)
-    return text if followed is None else f"{text} Null: that of ``{followed}``."
+    return text if followed is None else f"{text} Null: ``{followed}``."
 
 
 def _choices(annotation: Any) -> str:

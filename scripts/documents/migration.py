@@ -21,9 +21,8 @@ _HEAD = """\
 # Coming from verl
 
 An override of a verl recipe for FSDP and vLLM has the same meaning here, or the run refuses it
-before anything starts, with exit code 2, and says what to write instead. An override that another
-key turns off is refused too, or `verl-rc explain` lists it. `+key=value` means `key=value` where
-the key is known.
+before anything starts, with exit code 2, and says what to write instead. `+key=value` means
+`key=value` where the key is known.
 
 ```bash
 verl-rc migrate --recipe verl_run.sh > recipe.sh                # a script of any release as a recipe
@@ -38,8 +37,6 @@ script calls by name, Python among them, do not run.
 Data files and reward functions have verl's column names and signature, and metrics verl's names
 (memory is `perf/*`, not `actor/perf/*`);
 [rollout_correction.md](rollout_correction.md#coming-from-verl) lists metrics with another meaning.
-
-`python -m scripts.documents` writes this page from the tables in `verl_rc/config/verl`.
 """
 
 SAME_KEYS: Mapping[str, tuple[str, str]] = {
@@ -171,10 +168,9 @@ _NOT_IN_THE_TABLE = (_EXAMPLES, _FOLLOWS_MODEL, _FOLLOWS_CLIP, _NO_CONSEQUENCE)
 _DEFAULTS_HEAD = """
 ## Same key, another default
 
-The value of a key that is not given, in verl 0.9.1 and here. Data files and model must be given,
-and the names of project and experiment are this project's. Keys of `critic.model` follow those of
-the actor's model, and `clip_ratio_low` and `clip_ratio_high` follow `clip_ratio`. All other
-defaults have the same effect.
+The value of a key that is not given, in verl 0.9.1 and here. Data files and model must be given.
+Keys of `critic.model` follow those of the actor's model, and `clip_ratio_low` and `clip_ratio_high`
+follow `clip_ratio`. All other defaults have the same effect.
 
 """
 
@@ -231,8 +227,7 @@ REWARDS_AND_TOOLS: Mapping[str, tuple[str, str]] = {
 _CORRECTION = """
 ## Rollout correction of every release
 
-`verl-rc migrate` reads the settings of every release since August 2025. Presets are accepted by all
-their [names](rollout_correction.md#presets). An example of October 2025:
+`verl-rc migrate` reads the settings of every release since August 2025. An example of October 2025:
 
 ```text
 {settings}

@@ -26,15 +26,14 @@ writes this page from `verl_rc/metrics/catalog`; change an entry there.
   braces for one word. `{spread}`, `{extreme}` and most `{statistic}`s are the mean, maximum or
   minimum (`std`: population standard deviation) of what the formula names. Formulas leave out the
   prefix of a name that is their own.
-- *Unit*: `1` is a ratio, a fraction or a count.
+- *Unit*: none for a ratio, a fraction or a count.
 - *How it is computed*: `a / b` counts a and b over the batch of one step, where nothing else is
   said.
-- *Healthy*: where the number lies in most runs that go well, if that can be said.
+- *Healthy*: the range in most runs that go well.
 
 ## Words and symbols
 
-[glossary.md](glossary.md) has the words that the whole project uses; the formulas of this page use
-these besides:
+Besides those of the [glossary](glossary.md):
 
 """
 
@@ -46,7 +45,10 @@ def metrics_page() -> str:
         *(f"{_wrapped(f'- {symbol}: {meaning}')}\n" for symbol, meaning in SYMBOLS.items()),
     ]
     for section, specs in SECTIONS.items():
-        rows = ((f"`{spec.name}`", spec.unit, spec.formula, spec.healthy_in_words) for spec in specs)
+        rows = (
+            (f"`{spec.name}`", "" if spec.unit == "1" else spec.unit, spec.formula, spec.healthy_in_words)
+            for spec in specs
+        )
         parts += [f"\n## {section}\n\n", table(("Name", "Unit", "How it is computed", "Healthy"), rows)]
     losses: dict[tuple[str, str, str], list[str]] = {}
     for name, loss in POLICY_LOSSES.items():

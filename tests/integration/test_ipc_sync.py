@@ -301,9 +301,6 @@ def test_an_update_under_running_samples_goes_on_with_the_new_weights(
     interrupted = engine.call("interrupted")
     so_far = {one.number: one for one in interrupted.samples}
     assert sorted(so_far) == list(range(16))
-    assert interrupted.recomputed_tokens == sum(
-        len(sample.request.prompt_token_ids) + 12 for sample in wanted
-    )
     assert interrupted.pause_seconds > 0
     assert all(versions_of(one) == [20] * 12 for one in so_far.values())
     engine.call("after_steps", 100)
@@ -348,7 +345,6 @@ def test_a_cache_that_is_kept_serves_its_own_response_and_no_other(
     interrupted = engine.call("interrupted")
     so_far = {one.number: one for one in interrupted.samples}
     assert sorted(so_far) == list(range(8))
-    assert interrupted.recomputed_tokens == 0
     engine.call("after_steps", 100)
     for number, one in collect(engine, 8).items():
         # The step of a validation decodes what runs beside it.

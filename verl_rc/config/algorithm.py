@@ -45,8 +45,7 @@ class FilterGroupsConfig(StrictModel):
 
     enable: bool = False
     """Drop prompts whose samples all have the same ``metric`` and draw others until ``data.train_batch_size``
-    remain; surplus prompts are dropped, in an asynchronous run kept for the next step. The next epoch has a
-    dropped prompt again."""
+    remain; surplus prompts are dropped, in an asynchronous run kept for the next step."""
     metric: str = "reward"
     """Quantity by which samples are compared: ``reward`` (synonyms ``seq_reward``, ``seq_final_reward``),
     ``score`` (before the overlong penalty), or a numeric column of the reward function, e.g. ``acc``."""

@@ -31,8 +31,8 @@ class AsyncTrainingConfig(StrictModel):
     which trains on shorter answers; needs ``max_off_policy_threshold``. For partial rollouts in the order of
     completion."""
     trigger_parameter_sync_step: int = Field(1, ge=1)
-    """Training steps between publications. Only a step that publishes is validated and saved:
-    ``trainer.test_freq`` must be a multiple, ``trainer.save_freq`` is rounded up to one."""
+    """Training steps between publications. ``trainer.test_freq`` must be a multiple, ``trainer.save_freq`` is
+    rounded up to one."""
     require_batches: int | None = Field(None, ge=1)
     """Mini-batches of a step, of ``actor.ppo_mini_batch_size`` prompts each; null: ``data.train_batch_size``
     is the size of a step."""
@@ -52,14 +52,12 @@ class AsyncTrainingConfig(StrictModel):
     """Age in steps above which tokens leave the loss; the advantage baseline keeps their samples. null: no
     limit."""
     group_timeout_seconds: float | None = Field(None, gt=0)
-    """Time limit of a group from its first request to its last answer, seconds; a slower group is sampled
-    again, then replaced. null: no limit."""
+    """Time limit of a group from its first request to its last answer, seconds; null: no limit."""
     deterministic_steps: int | None = Field(None, ge=1)
     """Engine steps per version, after which engines wait for new weights, so that partial rollouts repeat to
     the bit; for tests."""
     trace: bool = False
-    """Write ``trace.json``, a timeline of all processes, into the run's folder. https://ui.perfetto.dev opens
-    it, also while the run trains."""
+    """Write ``trace.json``, a timeline of all processes, into the run's folder."""
 
     @property
     def is_synchronous(self) -> bool:

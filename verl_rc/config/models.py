@@ -51,14 +51,14 @@ class ModelConfig(StrictModel):
     use_remove_padding: bool = True
     """Pack the real tokens of a micro-batch instead of padding every row to the longest."""
     share_prefixes: Literal["auto", True, False] = "auto"
-    """Compute tokens that rows of a micro-batch have in common from the first one on once, such as the prompt
-    of a group; in the actor not beside replayed experts. auto: where rows are packed."""
+    """Compute what rows of a micro-batch have in common from the first token on once; in the actor not beside
+    replayed experts. auto: where rows are packed."""
     enable_gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass: less memory, a third more time. Null: true on GPUs, false
     on a CPU."""
     enable_activation_offload: bool = False
-    """Keep the inputs of recomputed layers (``enable_gradient_checkpointing``) in pinned host memory for the
-    backward pass: less memory, more time. Without effect on a CPU. Never run on a GPU."""
+    """Keep the inputs of recomputed layers in pinned host memory: less memory, more time. Without effect on a
+    CPU. Never run on a GPU."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     lora_rank: int = Field(0, ge=0)
@@ -229,8 +229,8 @@ class CheckpointConfig(StrictModel):
     """``actor.checkpoint.*``: what is written every ``trainer.save_freq`` steps."""
 
     async_save: bool = False
-    """Write the checkpoint, the critic's too, while the next steps run. The run waits only for a
-    copy in host memory, 12 bytes per parameter over all ranks."""
+    """Write checkpoints while the next steps run, from a copy in host memory (12 bytes per parameter over all
+    ranks)."""
 
 
 class ActorConfig(RatioOptions):

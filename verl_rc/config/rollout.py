@@ -161,21 +161,19 @@ class CheckpointEngineConfig(StrictModel):
     update_weights_bucket_megabytes: int = Field(2048, ge=1)
     """Size of a weight bucket, MiB."""
     stage_updates: bool = False
-    """Receive an update beside running responses, which takes a second copy of the weights on the engine's
-    device. For asynchronous runs."""
+    """Receive an update beside running responses, with a second copy of the weights on the engine's device.
+    For asynchronous runs."""
 
 
 class SyncProofConfig(StrictModel):
     """``rollout.sync_proof.*``: checks that the engines hold the trainer's weights."""
 
     canary_freq: int = Field(50, ge=0)
-    """Weight updates between two canary checks, which generate tokens after a cached prefix; 0: only at the
-    start."""
+    """Weight updates between two canary checks; 0: only at the start."""
     canary_num_prompts: int = Field(16, ge=1)
     """Prompts of one canary check, each with up to 32 generated tokens."""
     survival_freq: int = Field(0, ge=0)
-    """Steps between two measurements of ``sync/update_survival``, which take a float32 copy of the weights in
-    host memory; 0: none."""
+    """Steps between two measurements of ``sync/update_survival``; 0: none."""
     gap_limit: float | None = Field(None, gt=0)
     """Mean |trainer - rollout log-prob| of a step or of canary tokens, nats, above which the run ends; null:
     calibrated by the first ones (``trainer.alerts.gap``)."""
@@ -185,10 +183,9 @@ class MultiTurnConfig(StrictModel):
     """``rollout.multi_turn.*``: tools that the policy may call before it answers."""
 
     enable: bool = False
-    """Let the policy call tools. Sampled and tool tokens together are at most ``data.max_response_length``.
-    """
+    """Let the policy call tools (docs/tasks.md)."""
     tools: list[str] = []
-    """Tools: ``calculator``, or ``module:attribute`` of a ``Tool`` of your own (docs/tasks.md)."""
+    """Tools: ``calculator``, or ``module:attribute`` of a ``Tool`` of your own."""
     format: Literal["hermes", "tag"] = "hermes"
     """Syntax of a call: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen), or
     ``<tool>text</tool>`` for one tool with one argument."""
@@ -201,8 +198,7 @@ class MultiTurnConfig(StrictModel):
     max_tool_response_length: int = Field(256, ge=1)
     """Maximum length of a tool's answer, characters; a longer answer is cut and marked."""
     tool_timeout_seconds: float = Field(60.0, gt=0)
-    """Time limit of one tool call, seconds. A tool that exceeds it fails its prompt, which is sampled once
-    more, then replaced."""
+    """Time limit of one tool call, seconds."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
     """Side of a longer answer that is cut: ``left`` keeps its end, ``right`` its beginning, ``middle`` both.
     """
@@ -221,8 +217,7 @@ class EnvironmentConfig(StrictModel):
     """``rollout.environment.*``: a program that answers the policy's turns and rewards them."""
 
     name: str | None = None
-    """``module:Class`` of an ``Environment`` (docs/tasks.md), whose episodes are the samples; null: none.
-    Sampled tokens and those of replies together are at most ``data.max_response_length``."""
+    """``module:Class`` of an ``Environment`` (docs/tasks.md); null: none."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the class."""
     choices: dict[str, NamedEnvironmentConfig] = {}
@@ -236,8 +231,7 @@ class EnvironmentConfig(StrictModel):
     hosts: int = Field(0, ge=0)
     """Processes in which environments run; 0: the process of each engine, which blocking calls delay."""
     step_seconds: float = Field(60.0, gt=0)
-    """Time limit of one call of an environment, seconds. One that exceeds it, or raises, is repeated once;
-    then the prompt is sampled once more, then replaced."""
+    """Time limit of one call of an environment, seconds."""
     max_state_megabytes: float = Field(16.0, gt=0)
     """Largest state of an episode, MiB, which checkpoints hold."""
 
@@ -259,11 +253,10 @@ class RolloutConfig(StrictModel):
     min_p: float = Field(0.0, ge=0, le=1)
     """Sample from tokens with at least this share of the largest probability; 0: all."""
     max_support: int | None = Field(None, ge=1)
-    """Size of the largest support, the tokens that the filter leaves, that is recorded; a token with a larger
-    support leaves the loss. null: top_k + 16; needed with a filter without top_k."""
+    """Largest support (tokens that the filter leaves) that is recorded; a token with a larger one leaves the
+    loss. null: top_k + 16; needed with a filter without top_k."""
     enable_rollout_routing_replay: bool = False
-    """For models with experts: the actor takes the experts that the engine recorded for each token. False:
-    rounding may choose others."""
+    """For models with experts: the actor takes the experts that the engine recorded for each token."""
     ignore_eos: bool = False
     """Continue generation after the EOS token."""
     tensor_model_parallel_size: int = Field(2, ge=1)
@@ -300,10 +293,9 @@ class RolloutConfig(StrictModel):
     enable_chunked_prefill: bool = True
     """Split long prefills and mix them with decoding. Without effect on a CPU."""
     limit_images: int | None = Field(None, ge=1)
-    """Most pictures of a prompt, of a model that reads some, for which an engine has room; null: as many as
-    fit."""
+    """Most pictures of a prompt for which an engine has room; null: as many as fit."""
     enable_prefix_caching: bool = True
-    """Reuse the KV cache of shared prefixes, which a weight update empties."""
+    """Reuse the KV cache of shared prefixes."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
     """Fill log-prob micro-batches by tokens."""
     log_prob_max_token_len_per_gpu: int = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", ge=1)
@@ -319,8 +311,7 @@ class RolloutConfig(StrictModel):
     environment: EnvironmentConfig = EnvironmentConfig()
     """An environment."""
     allow_special_tokens: bool = False
-    """Let texts of tools and environments become special tokens, such as ``<|im_end|>``. False: they become
-    ordinary tokens."""
+    """Let texts of tools and environments become special tokens, such as ``<|im_end|>``."""
     engine_kwargs: EngineKwargsConfig = EngineKwargsConfig()
     """Further arguments of the engine."""
     checkpoint_engine: CheckpointEngineConfig = CheckpointEngineConfig()

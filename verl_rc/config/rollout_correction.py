@@ -110,9 +110,8 @@ class RolloutCorrectionConfig(PresetConstructors):
     """
 
     rollout_is: WeightLevel | None = None
-    """Importance weight of a token: its ratio (token), the product of the ratios up to it (prefix), of its
-    turn between two replies (turn) or of its row (sequence), or the geometric mean of its row's ratios
-    (geometric); null: no weights."""
+    """Importance weight of a token: its ratio (token), the product of those up to it (prefix), of its turn
+    (turn) or of its row (sequence), or their geometric mean (geometric); null: no weights."""
     rollout_is_threshold: ThresholdInput = 2.0
     """A number: larger weights are truncated to it. A band (``0.5_5.0`` or ``{lower, upper}``): weights
     outside become 0."""
@@ -136,8 +135,8 @@ class RolloutCorrectionConfig(PresetConstructors):
     bypass_mode: bool = False
     """Two policies instead of three: the rollout policy replaces the proximal policy."""
     proximal: Literal["recompute", "interpolate"] = "recompute"
-    """Log-probs of the proximal policy: recomputed by a forward pass or, in asynchronous runs, interpolated
-    between rollout and current log-probs."""
+    """Log-probs of the proximal policy: recomputed or, in asynchronous runs, interpolated between rollout and
+    current log-probs."""
     loss_type: Literal["ppo_clip", "reinforce", "topr"] = "ppo_clip"
     """Loss of bypass mode: ``policy_loss.loss_mode`` without weights (ppo_clip), the policy gradient with
     weights (reinforce), or TOPR without weights (topr)."""
@@ -152,9 +151,8 @@ class RolloutCorrectionConfig(PresetConstructors):
     nonfinite_stop_fraction: float = Field(0.01, ge=0, le=1, allow_inf_nan=False)
     """Share of response tokens without a finite log-prob above which the run stops."""
     scale_lr_by_ess: Literal["sqrt", "linear"] | None = None
-    """Multiply the actor's learning rate in a step by the effective sample size of the weights before
-    rejection, as a share of the tokens or rows (linear), or by its square root (sqrt, for AdamW); null: no.
-    VCPO, arXiv:2602.17616."""
+    """Multiply the actor's learning rate by the effective sample size of the weights before rejection, as a
+    share (linear), or by its square root (sqrt, for AdamW); null: no. VCPO, arXiv:2602.17616."""
     score_centering: ScoreCenteringConfig = ScoreCenteringConfig()
     """Score centering, beside weights and rejection or alone."""
     diagnostics: Literal["core", "full"] = "full"

@@ -60,7 +60,7 @@ class AlertsConfig(StrictModel):
     than ``warn`` it needs ``diagnostics=full``; not ``skip`` where the actor corrects."""
     reward_collapse: AlertAction = "warn"
     """Action when the mean score of the last ``reward_window`` steps has fallen by more than half of the best
-    such mean so far; a fall within four standard errors does not count."""
+    such mean, and four standard errors."""
     reward_window: int = Field(5, ge=1)
     """Steps of the mean score."""
 
@@ -82,7 +82,7 @@ class TokenRecordsConfig(StrictModel):
     full_freq: int = Field(0, ge=0)
     """Steps between records of the whole batch; 0: never."""
     max_megabytes: int = Field(200, ge=1)
-    """Maximum size of all records, MiB; above it every second record is removed, those of alerts last."""
+    """Maximum size of all records, MiB; above it every second one is removed, those of alerts last."""
     contents: Literal["full", "no_prompts", "numbers_only"] = "full"
     """``no_prompts``: responses only; ``numbers_only``: no text, only numbers and the kind of each token."""
 

@@ -31,7 +31,7 @@ class SftDataConfig(StrictModel):
     image_key: str = "images"
     """Column with the pictures of an example, for models that read some."""
     mm_processor_kwargs: PixelLimits = {}
-    """Fewest and most pixels of a picture after it is resized; those of the model where not given."""
+    """Fewest and most pixels of a resized picture; those of the model where not given."""
     train_batch_size: int = Field(128, ge=1)
     """Examples per optimizer step."""
     max_length: int = Field(1024, ge=2)

@@ -26,7 +26,7 @@ class DataConfig(StrictModel):
     """Files of training prompts, parquet, .jsonl or .json (a path or a list)."""
     train_weights: list[float] | None = None
     """Shares of the training files in every batch, a positive number for each; null: every row once per
-    epoch. An epoch has as many prompts either way."""
+    epoch."""
     val_files: Annotated[list[UserPath], NoneOrMore]
     """Files of validation prompts (likewise); null: none, which takes ``trainer.test_freq=-1`` and
     ``trainer.val_before_train=False``."""
@@ -35,10 +35,9 @@ class DataConfig(StrictModel):
     prompt_key: str = "prompt"
     """Column that holds the chat messages."""
     image_key: str = "images"
-    """Column that holds the pictures of a prompt, for models that read some: a list of bytes, paths or
-    ``{"bytes", "path"}``. The prompt's text has ``<image>`` in the place of each."""
+    """Column that holds the pictures of a prompt (docs/tasks.md)."""
     mm_processor_kwargs: PixelLimits = {}
-    """Fewest and most pixels of a picture after it is resized; those of the model where not given."""
+    """Fewest and most pixels of a resized picture; those of the model where not given."""
     train_batch_size: int = Field(1024, ge=1)
     """Prompts per training step."""
     gen_batch_size: int = follows("data.train_batch_size", ge=1)
@@ -56,10 +55,9 @@ class DataConfig(StrictModel):
     filter_overlong_prompts: bool = False
     """Drop prompts longer than ``max_prompt_length``, with the descriptions of tools."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """Treatment of a longer prompt that is not dropped: an error, or a side that is cut off."""
+    """Treatment of a longer prompt: an error, or a side that is cut off."""
     train_max_samples: int = Field(-1, ge=-1)
-    """Number of training prompts that are used, chosen by seed (the first ones with ``shuffle=False``); -1:
-    all."""
+    """Training prompts that are used, chosen by seed (the first ones with ``shuffle=False``); -1: all."""
     val_max_samples: int = Field(-1, ge=-1)
     """The same for validation prompts."""
     dataloader_num_workers: int = Field(0, ge=0)
@@ -170,8 +168,8 @@ class RewardConfig(StrictModel):
     ``JUDGE_API_KEY``."""
     failure_score: float | None = Field(None, allow_inf_nan=False)
     """Score of a sample whose call raises, hangs, kills its process or returns no number; its accuracy is 0.
-    null: the run stops and names the sample (an asynchronous run first replaces it, until more than 1 % of
-    the last 100 failed). A built-in math scorer that fails gives a wrong answer in both cases."""
+    null: the run stops and names the sample (an asynchronous run replaces one of 100). A built-in math scorer
+    that fails gives a wrong answer in both cases."""
 
     @property
     def uses_built_in_scorers(self) -> bool:

@@ -251,10 +251,7 @@ class Publisher:
         # The largest of the first gaps sets the limit of all engines.
         self.canary_gap_limit = gap_limit.calibrate(largest, self.canary_gap_limit, "canary tokens")
         # New engines prove themselves too: a step may have canary tokens several times.
-        gaps_of_step = {"mean": largest.mean, "max": max(gap.maximum for gap in gaps)}
-        record.add_records(
-            Metric(f"sync/canary_{name}_gap", gap, Reduction.MAX) for name, gap in gaps_of_step.items()
-        )
+        record.add_records([Metric("sync/canary_mean_gap", largest.mean, Reduction.MAX)])
         usual = gap_limit.limit(self.canary_gap_limit)
         services.guards.act_on_canary_gap(largest.mean, usual, record, version)
 
@@ -282,13 +279,11 @@ class Publisher:
 
 
 def pause_metrics(interrupted: Sequence[Interrupted]) -> dict[str, float]:
-    """Seconds and recomputed tokens that an update cost the engines with running samples; empty when no
-    engine had any."""
+    """Seconds that an update held up the engines with running samples; empty when no engine had any."""
     if not interrupted:
         return {}
     pauses = [interruption.pause_seconds for interruption in interrupted]
     return {
         "async/pause_seconds/mean": sum(pauses) / len(pauses),
         "async/pause_seconds/max": max(pauses),
-        "async/recomputed_tokens": float(sum(interruption.recomputed_tokens for interruption in interrupted)),
     }

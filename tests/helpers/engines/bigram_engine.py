@@ -210,11 +210,9 @@ class BigramEngine(Engine):
         while self._options.deterministic and self._may_step():
             self._step()
         begun = [opened for opened in self._open.values() if opened.has_begun]
-        again = 0
         for opened in begun:
             opened.sample, opened.decoding = opened.extended(self._parts(opened)), None
-            again += len(opened.request.request.prompt_token_ids) + num_tokens(opened.sample.parts)
-        self._interrupted = Interrupted([opened.sample for opened in begun], 0.001, again)
+        self._interrupted = Interrupted([opened.sample for opened in begun], 0.001)
         self._steps_left = 0 if self._options.deterministic else None
         self._required.clear()
         self._updating, self._tables, self._digests = True, {}, {}

@@ -149,8 +149,6 @@ class EngineContract:
         so_far = {one.number: one for one in interrupted.samples}
         assert sorted(so_far) == [0, 1, 2, 3, 4]
         assert all(versions_of(one) == [2] * STEPS for one in so_far.values())
-        prompts = sum(len(one.request.prompt_token_ids) for one in queued)
-        assert interrupted.recomputed_tokens == prompts + 5 * STEPS
         again = [replace(one, request=replace(one.request, so_far=so_far[one.number])) for one in queued]
         subject.engine.call("submit", numbered(again, first=10))
         subject.engine.call("resume")

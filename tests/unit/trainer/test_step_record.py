@@ -5,12 +5,11 @@ import math
 import os
 
 import pytest
-import torch
 
 from verl_rc.algorithm.supply.ledger import LedgerError
-from verl_rc.metrics import Metric, check_names
+from verl_rc.metrics import Metric
 from verl_rc.trainer.cluster.placement import Placement
-from verl_rc.trainer.step_record import Pace, StepRecord, StepTokens
+from verl_rc.trainer.step_record import Pace, StepRecord
 
 
 class Recorder:
@@ -23,31 +22,6 @@ class Recorder:
 
     def log_histogram(self, name: str, edges: list[float], counts: list[float], step: int) -> None:
         self.histograms.append((name, step))
-
-
-def test_milliseconds_per_token_by_what_a_stage_works_on() -> None:
-    tokens = StepTokens(100, torch.tensor([150, 250]), 2, {})
-    found = tokens.milliseconds_per_token({"gen": 0.5, "update_actor": 2.0, "reward": 9.0})
-    assert found == {"timing_per_token_ms/gen": 5.0, "timing_per_token_ms/update_actor": 5.0}
-
-
-def test_throughput_counts_the_devices_of_all_pools() -> None:
-    record = StepRecord()
-    with record.stage("gen"):
-        record.tokens = StepTokens(10, torch.tensor([15, 25]), 2, {})
-    metrics = record.metrics()
-    assert metrics["perf/throughput"] == pytest.approx(40 / (metrics["timing_s/step"] * 2))
-    assert 0 <= metrics["perf/overhead_fraction"] <= 1
-    check_names(metrics)
-
-
-def test_only_tokens_trained_on_are_useful() -> None:
-    record = StepRecord()
-    record.tokens = StepTokens(10, torch.tensor([15, 25]), 2, {})
-    record.ledger.book({"trained": 6, "rejected": 4})
-    metrics = record.metrics()
-    assert metrics["perf/useful_tokens_per_second"] == pytest.approx(6 / metrics["timing_s/step"])
-    check_names(metrics)
 
 
 def test_a_step_whose_books_do_not_balance_is_not_logged() -> None:

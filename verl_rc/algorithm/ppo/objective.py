@@ -92,7 +92,6 @@ def policy_objective(
                 weights=_weights_of_head(batch, current, head, correction),
             )
             policy_loss = policy_loss + term
-            terms["rollout_corr/centering_loss"] = term.detach()
             averages |= centering_metrics
         losses.append(policy_loss)
         terms["actor/pg_loss"] = policy_loss.detach()

@@ -3,7 +3,7 @@
 from verl_rc.metrics.bounds import LOG_RATIO_BOUND
 from verl_rc.metrics.catalog.spec import MetricSpec, spread
 
-_BY_LOSS = "see Clipping by policy loss"
+_BY_LOSS = "see the last table"
 
 
 _UPDATES = (
@@ -15,13 +15,11 @@ _UPDATES = (
     MetricSpec(
         "{role}/nonfinite_gradients", "1", "updates skipped because their gradient was not finite", (0, 0)
     ),
-    MetricSpec(
-        "{role}/loss_scale", "1", "factor on the loss in the last update of the step; in float16 only"
-    ),
+    MetricSpec("{role}/loss_scale", "1", "factor on the loss in the last update; in float16 only"),
     MetricSpec(
         "{role}/overflowed_updates",
         "1",
-        "updates skipped because gradient · loss_scale overflowed; each halves loss_scale. In float16 only",
+        "updates skipped because gradient · loss_scale overflowed; each halves it",
     ),
     MetricSpec("{role}/lr", "1", "learning rate of the step's updates"),
 )
@@ -30,8 +28,7 @@ _ACTOR = (
     MetricSpec(
         "actor/pg_loss",
         "1",
-        "mean over updates of the policy loss, aggregated over the loss mask by actor.loss_agg_mode, or by "
-        "the average that the loss prescribes",
+        "mean over updates of the policy loss, aggregated by actor.loss_agg_mode or as the loss prescribes",
     ),
     MetricSpec(
         "actor/loss",
@@ -55,8 +52,7 @@ _ACTOR = (
     MetricSpec(
         "actor/ppo_kl",
         "nats",
-        "mean over the loss mask of old − current log-prob: estimator k1 of KL(old || current); other "
-        "losses: see Clipping by policy loss",
+        f"mean over the loss mask of old − current log-prob: estimator k1 of KL(old || current); {_BY_LOSS}",
         (-0.01, 0.1),
     ),
     MetricSpec(
@@ -74,7 +70,7 @@ _ACTOR = (
     MetricSpec(
         "actor/entropy_coeff",
         "1",
-        "weight of the entropy bonus in this step, with algorithm.adaptive_entropy",
+        "weight of the entropy bonus, with algorithm.adaptive_entropy",
     ),
     MetricSpec(
         "actor/update_entropy",
@@ -85,14 +81,14 @@ _ACTOR = (
     MetricSpec(
         "actor/flipped_experts",
         "1",
-        "response tokens for which the actor's own router chooses other experts in a layer than the engine's "
-        "/ response tokens, over updates; with router replay only",
+        "response tokens for which the actor's own router chooses other experts in a layer / response "
+        "tokens, over updates; with router replay",
     ),
     MetricSpec(
         "actor/proximal_interpolation_gap",
         "nats",
         "mean over response tokens and updates of |interpolated − recomputed proximal log-prob|, every 50th "
-        "step; with proximal=interpolate only",
+        "step",
     ),
     MetricSpec(
         "actor/entropy_loss",
@@ -108,8 +104,7 @@ _ACTOR = (
     MetricSpec(
         "actor/reward_kl_penalty",
         "nats",
-        "mean over sequences of their mean KL estimate, which algorithm.use_kl_in_reward subtracts from the "
-        "reward",
+        "mean over sequences of their mean KL estimate, which the reward loses with use_kl_in_reward",
     ),
     MetricSpec("actor/reward_kl_penalty_coeff", "1", "factor of reward_kl_penalty, from algorithm.kl_ctrl"),
 )

@@ -41,14 +41,12 @@ TIME = (
     MetricSpec(
         "perf/rollout_tokens_per_second",
         "tokens/s",
-        "tokens sampled / seconds from the beginning of the step to the last of them; not in asynchronous "
-        "training",
+        "tokens sampled / seconds from the beginning of the step to the last of them; synchronous training",
     ),
     MetricSpec(
         "perf/shared_tokens_fraction",
         "1",
-        "tokens of the actor's passes that were not computed, because another row of the micro-batch begins "
-        "with them, / all their tokens",
+        "tokens of the actor's passes that were not computed, as another row begins with them / all",
     ),
     MetricSpec(
         "perf/cpu_memory_used_gb",
@@ -87,8 +85,7 @@ SYNC = (
     MetricSpec(
         "sync/changed_weights",
         "1",
-        "changed weights whose rounded value changed in the engines / changed weights; when update_survival "
-        "is measured",
+        "changed weights whose rounded value changed in the engines / changed weights, with update_survival",
     ),
     MetricSpec(
         "sync/canary_mean_gap",
@@ -99,19 +96,14 @@ SYNC = (
         "sync/canary_rounding",
         "nats",
         "mean over generated canary tokens of how far rounding in the less precise one of engine and trainer "
-        "moves a log-prob, estimated by the trainer; at the start, in bfloat16 and float16. A first gap of "
-        f"more than {BOUNDS.far_above_floor:g} times it is an alert",
+        "moves a log-prob, by the trainer; at the start. A first gap of more than "
+        f"{BOUNDS.far_above_floor:g} times it is an alert",
     ),
     MetricSpec(
         "sync/canary_own_experts_gap",
         "nats",
-        "mean over generated canary tokens of |trainer − rollout log-prob| where the trainer's own router "
-        "chooses the experts; with router replay only",
-    ),
-    MetricSpec(
-        "sync/canary_max_gap",
-        "nats",
-        "maximum over generated canary tokens of |trainer − rollout log-prob|",
+        "mean over generated canary tokens of |trainer − rollout log-prob| with the experts of the trainer's "
+        "own router; with router replay",
     ),
     MetricSpec(
         "sync/canary_nonfinite_tokens",
@@ -127,17 +119,17 @@ SYNC = (
     MetricSpec(
         "recovery/engines_replaced",
         "1",
-        "engines replaced since the last step that was logged",
+        "engines replaced since the last logged step",
         (0, 0),
     ),
     MetricSpec(
         "recovery/requests_reissued",
         "1",
-        "requests that these engines had not answered; the new engines answered them",
+        "requests that these engines had not answered",
         (0, 0),
     ),
     MetricSpec(
-        "sync/gap_limit", "nats", "gap limit of sync/rollout_gap_mean; above it trainer.alerts.gap acts"
+        "sync/gap_limit", "nats", "limit of sync/rollout_gap_mean above which trainer.alerts.gap acts"
     ),
 )
 """Entries of this section."""

@@ -11,13 +11,13 @@ _DISAGREEMENT: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "{policy}_log_ppl",
         "nats",
-        "mean over sequences of −(mean train or rollout log-prob of the sequence)",
+        "mean over sequences of −(their mean train or rollout log-prob)",
         None,
     ),
     (
         "{policy}_ppl",
         "1",
-        "mean over sequences of exp(−(mean train or rollout log-prob of the sequence))",
+        "mean over sequences of exp(−(their mean train or rollout log-prob))",
         None,
     ),
     (
@@ -61,8 +61,7 @@ _WEIGHTS: tuple[tuple[str, str, Bounds | None], ...] = (
     ("eff_sample_size", "(Σ w)² / (n Σ w²) over weights", (0.5, 1)),
     (
         "ratio_fraction_{side}",
-        "weights with v above the upper (high) or below the lower threshold (low; without one, 1/upper) / "
-        "weights",
+        "weights with high or low v / weights",
         (0, 0.1),
     ),
     ("seq_mean", "mean over sequences of their mean w", (0.5, 2)),
@@ -71,8 +70,7 @@ _WEIGHTS: tuple[tuple[str, str, Bounds | None], ...] = (
     ("seq_max_deviation", "maximum over sequences of |their mean w − 1|", (0, 1)),
     (
         "seq_fraction_{side}",
-        "sequences with a mean v above the upper (high) or below the lower threshold (low; without one, "
-        "1/upper) / sequences",
+        "sequences with a high or low mean v / sequences",
         (0, 0.1),
     ),
     (
@@ -96,7 +94,7 @@ _RULE: tuple[tuple[str, str, Bounds | None], ...] = (
     ),
     (
         "fraction_{side}",
-        "values above the rule's upper (high) or below its lower bound (low; 0 but for k1) / values",
+        "high or low values / values",
         None,
     ),
     (
@@ -107,8 +105,7 @@ _RULE: tuple[tuple[str, str, Bounds | None], ...] = (
     ("seq_max_deviation", "maximum over sequences of |their mean s|", None),
     (
         "seq_fraction_{side}",
-        "sequences with a mean above the rule's upper (high) or below its lower bound (low; 0 but for k1) / "
-        "sequences",
+        "sequences with a high or low mean / sequences",
         None,
     ),
     (
@@ -148,18 +145,13 @@ _OUTCOME: tuple[tuple[str, str, Bounds | None], ...] = (
     ),
     (
         "rollout_rs_adaptive_threshold",
-        "upper bound u of the ratio in this step, the lower is 1/u; with rollout_rs_target_acceptance",
+        "upper bound u of the ratio, the lower is 1/u; with rollout_rs_target_acceptance",
         None,
     ),
     (
         "centering_head_mass",
         "mean over the loss mask and updates of the rollout policy's mass on the tokens that the engine "
-        "reports; with score_centering, as the two below",
-        None,
-    ),
-    (
-        "centering_loss",
-        "mean over updates of the part of actor/pg_loss that centers it",
+        "reports; with score_centering, as drift_norm",
         None,
     ),
     (
@@ -168,7 +160,7 @@ _OUTCOME: tuple[tuple[str, str, Bounds | None], ...] = (
         "tokens and, with tail=proportional, all others as one",
         None,
     ),
-    ("skipped_updates", "updates skipped because no token of their mini-batch was kept", (0, 0)),
+    ("skipped_updates", "updates skipped for want of kept tokens", (0, 0)),
 )
 
 _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
@@ -182,8 +174,7 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "misalignment_z",
         "1",
-        "mean(ρ − 1) / (std(ρ) / √n) over tokens, 0 if all ρ are 1; 0 is expected if the engine draws from "
-        "what it reports",
+        "mean(ρ − 1) / (std(ρ) / √n) over tokens, 0 if all ρ are 1; see missing_mass",
         _NEAR_0,
     ),
     (
@@ -195,14 +186,14 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "rollout_is_p{percent}",
         "1",
-        "percentile over weights of v, from the histogram of the log-ratios",
+        "percentile over weights of v, from the histogram",
         None,
     ),
     (
         "rollout_is_ess_raw_{level}",
         "1",
-        "(Σ v)² / (n Σ v²) over tokens, sequences (their mean v) or, where the driver corrects, prompts "
-        "(the mean of their sequences)",
+        "(Σ v)² / (n Σ v²) over tokens, sequences (their mean v) or, in decoupled mode, prompts (the mean of "
+        "their sequences)",
         (0.3, 1),
     ),
     (
@@ -233,19 +224,19 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "age_{age}_k3_kl",
         "nats",
-        "k3_kl of tokens of this age; the last age stands for higher ones too",
+        "k3_kl of tokens of this age, the last one or above",
         None,
     ),
     (
         "age_{age}_rejected_fraction",
         "1",
-        "rejected response tokens of this age / response tokens of this age",
+        "rejected response tokens / response tokens, both of this age",
         None,
     ),
     (
         "turn_{turn}_k3_kl",
         "nats",
-        "k3_kl of tokens of this turn; the last turn stands for later ones too",
+        "k3_kl of tokens of this turn, the last one or later",
         None,
     ),
 )
@@ -344,14 +335,14 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "logit_noise_least",
         "nats",
-        "√(Σ l² / (2 Σ (1 − p)²)): lower bound of logit_noise, from token records without Q",
+        "√(Σ l² / (2 Σ (1 − p)²)): lower bound of logit_noise, without Q",
         None,
     ),
     (
         "logit_noise_most",
         "nats",
         "√(Σ l² / Σ (1 − p)² (1 + exp(−h))), h = (H − h₂(p)) / (1 − p), h₂ the entropy of p and 1 − p; "
-        "without H, exp(−h) is 0: upper bound of logit_noise, from token records without Q",
+        "without H, exp(−h) is 0: upper bound of logit_noise, without Q",
         None,
     ),
     (
@@ -363,14 +354,14 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "position_{n}_logit_noise",
         "nats",
-        "logit_noise of part n of the response; parts begin at the positions "
+        "logit_noise of part n of the response, from positions "
         + ", ".join(map(str, (0, *BOUNDS.position_edges))),
         None,
     ),
     (
         "engine_{n}_logit_noise",
         "nats",
-        f"logit_noise of the tokens of engine n; {BOUNDS.engines - 1} stands for later ones too",
+        f"logit_noise of the tokens of engine n; {BOUNDS.engines - 1}: and later ones",
         None,
     ),
     ("noisiest_engine", "1", "number of the engine with the largest engine_{n}_logit_noise", None),

@@ -94,12 +94,12 @@ _TRAINING = (
     MetricSpec(
         "training/filter_groups/evicted_samples",
         "1",
-        "samples of the groups dropped because all their samples have one filter_groups.metric",
+        "samples of groups dropped because they have one filter_groups.metric",
     ),
     MetricSpec(
         "training/filter_groups/discarded_surplus_samples",
         "1",
-        "samples of the groups that passed the filter and exceeded data.train_batch_size",
+        "samples of groups that passed the filter beyond data.train_batch_size",
     ),
     MetricSpec(
         "training/filter_groups/informative_ratio",
@@ -129,7 +129,6 @@ ACCOUNTING = (
         "tokens by what became of them. "
         + "; ".join(f"{account}: {meaning}" for account, meaning in TOKEN_ACCOUNTS.items()),
     ),
-    MetricSpec("ledger/nonfinite_tokens", "tokens", "tokens of the account nonfinite", (0, 0)),
     MetricSpec(
         "ledger/prompts_{prompts}",
         "1",
@@ -218,31 +217,19 @@ _SUPPLY = (
         "staleness_threshold where that is enough",
     ),
     MetricSpec("async/token_age/mean", "steps", "mean over response tokens of the age"),
-    MetricSpec("async/in_flight_groups", "1", "groups that are being sampled when the step ends"),
-    MetricSpec(
-        "async/whole_waiting_groups",
-        "1",
-        "groups that are sampled and scored but wait for a later step, when the step ends",
-    ),
     MetricSpec(
         "async/wait_for_oldest_s",
         "s",
-        "seconds of timing_s/gen in which enough groups for a batch were there, but an older one was awaited",
+        "seconds of timing_s/gen in which groups for a batch were there, but an older one was awaited",
     ),
     MetricSpec(
-        "async/failed_groups", "1", "groups with a sample that failed in every attempt; others replaced them"
+        "async/failed_groups", "1", "groups with a sample that failed in every attempt, and were replaced"
     ),
     MetricSpec("async/dropped_tokens", "tokens", "tokens of the groups dropped in the step for their age"),
     MetricSpec(
         "async/pause_seconds/{statistic}",
         "s",
-        "seconds between two tokens in which the weights were replaced, over busy engines; recomputing "
-        "async/recomputed_tokens comes on top",
-    ),
-    MetricSpec(
-        "async/recomputed_tokens",
-        "tokens",
-        "tokens of prompts and unfinished responses that engines compute again with new weights",
+        "seconds in which the weights were replaced, over busy engines",
     ),
     MetricSpec(
         "async/length_ratio",
@@ -268,12 +255,12 @@ _VERSIONS = (
     MetricSpec(
         "fully_async/partial/partial_ratio",
         "1",
-        "responses with tokens of several policy versions / responses",
+        "total_partial_num / responses",
     ),
     MetricSpec(
         "fully_async/partial/max_partial_span",
         "steps",
-        "maximum over responses of newest − oldest policy version of their tokens",
+        "training/off_policy/trajectory_spans/max − 1",
     ),
 )
 

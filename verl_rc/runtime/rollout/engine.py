@@ -66,8 +66,6 @@ class Interrupted:
     """Samples that had begun and not ended, with their tokens before the update, in any order."""
     pause_seconds: float = 0.0
     """Seconds from the last token before the update until the engine could sample again."""
-    recomputed_tokens: int = 0
-    """Tokens of prompts and responses that the engine has to compute again."""
 
 
 class EngineOptions(Protocol):

@@ -215,14 +215,12 @@ class StepLoop(Generic[S]):
 
     # for actions, in the owning thread
 
-    def cut(self, sampler: S) -> list[OpenRequest]:
-        """Cut all running requests without priority and return them; they continue with the next step that is
-        allowed."""
+    def cut(self, sampler: S) -> None:
+        """Cut all running requests without priority; they continue with the next step that is allowed."""
         cut = [opened for opened in self._running.values() if not opened.request.has_priority]
         sampler.cut(cut)
         for opened in cut:
             self._enqueue(self._running.pop(opened.key))
-        return cut
 
     def cancel(self, sampler: S, numbers: Collection[int]) -> None:
         """Drop requests without priority by number, also those of submissions that are still queued.

@@ -255,7 +255,7 @@ class Supply:
         """Report what is open and what was waited for in a run that samples ahead."""
         progress = self._progress
         record.wait_stage = "gen"
-        record.add(progress.open_metrics())
+        record.add({"async/length_ratio": progress.length_ratio})
         self._alert_about_lengths(step)
         elapsed = time.perf_counter() - self._step_began
         progress.waits = progress.waits.with_step(

@@ -75,15 +75,6 @@ class SupplyProgress:
         sampled = trained.plus(self.book.ended["stale"]).plus(GroupTotals.from_groups(waiting))
         return (trained.tokens / trained.groups) / (sampled.tokens / sampled.groups)
 
-    def open_metrics(self) -> dict[str, float]:
-        """Metrics of the groups that are open when a step ends."""
-        whole = sum(group.is_whole for group in self.book.open.values())
-        return {
-            "async/in_flight_groups": float(len(self.book.open) - whole),
-            "async/whole_waiting_groups": float(whole),
-            "async/length_ratio": self.length_ratio,
-        }
-
 
 def ages_to_come(groups: Iterable[Group], trained: int, batch: int) -> list[int]:
     """Return how old each of these groups, in order, will be in its step, when ``trained`` steps are done."""

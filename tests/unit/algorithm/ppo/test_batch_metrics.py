@@ -3,14 +3,13 @@
 import math
 import statistics
 
-import numpy as np
 import pytest
 import torch
 from appendix_a import random_case, rows
-from ragged_rows import ragged, without_padding
+from ragged_rows import ragged
 from small_models import make_train_batch
 
-from verl_rc.algorithm.ppo.batch_metrics import batch_metrics, policy_gap_metrics, probability_gap
+from verl_rc.algorithm.ppo.batch_metrics import batch_metrics, probability_gap
 from verl_rc.algorithm.ppo.train_batch import StepInputs
 from verl_rc.records.batches import PolicyEvaluations, RolloutBatch
 from verl_rc.records.scored_batch import ScoredBatch
@@ -29,11 +28,6 @@ def make_rollouts(lengths: list[int]) -> RolloutBatch:
     )
 
 
-def gap_metrics(rollouts: RolloutBatch, evaluations: PolicyEvaluations) -> dict[str, float]:
-    scored, columns = without_padding(ScoredBatch(rollouts, torch.zeros(len(rollouts))), evaluations)
-    return policy_gap_metrics(scored.rollouts, columns)
-
-
 def step_inputs(
     rollouts: RolloutBatch, rewards: torch.Tensor, scores: torch.Tensor | None = None
 ) -> StepInputs:
@@ -42,49 +36,6 @@ def step_inputs(
     evaluations = scored.rollouts.become(PolicyEvaluations)
     batch, returns = ragged(make_train_batch(lengths)), torch.zeros(sum(lengths))
     return StepInputs(scored, evaluations, batch, None, rewards.sum(-1), returns, None)
-
-
-def test_lengths_scores_and_clip_ratio_of_the_configured_limit() -> None:
-    lengths = [7, 2, 5, 4]
-    scores = torch.tensor([1.0, 0.0, 0.0, 3.0])
-    rewards = torch.zeros(4, 7)
-    rewards[:, 0] = scores - 1
-    metrics = batch_metrics(step_inputs(make_rollouts(lengths), rewards, scores), 5, 100)
-    assert metrics["critic/rewards/mean"] == 0.0
-    assert metrics["critic/score/mean"] == 1.0
-    assert metrics["critic/score/max"] == 3.0
-    assert metrics["response_length/mean"] == 4.5
-    assert metrics["response_length/clip_ratio"] == 0.5
-    assert metrics["prompt_length/clip_ratio"] == 0.0
-    assert metrics["perf/total_num_tokens"] == sum(lengths) + (1 + 2 + 3 + 4)
-
-
-def test_the_gap_of_probabilities_against_numpy() -> None:
-    rollouts = make_rollouts([7, 2, 5])
-    proximal = rollouts.rollout_log_probs + 0.1 * torch.randn(
-        3, 7, generator=torch.Generator().manual_seed(1)
-    )
-    evaluations = PolicyEvaluations(
-        proximal_log_probs=proximal, entropies=torch.full((3, 7), 2.0), batch_size=[3]
-    )
-    metrics = gap_metrics(rollouts, evaluations)
-    mask = rollouts.response_mask.numpy()
-    ours = np.exp(proximal.double().numpy()[mask])
-    theirs = np.exp(rollouts.rollout_log_probs.double().numpy()[mask])
-    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(np.abs(ours - theirs).mean())
-    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(np.abs(ours - theirs).max())
-    assert metrics["training/rollout_actor_probs_pearson_corr"] == pytest.approx(
-        np.corrcoef(ours, theirs)[0, 1]
-    )
-    assert metrics["actor/entropy"] == 2.0
-
-
-def test_equal_probabilities_give_no_nan() -> None:
-    rollouts = make_rollouts([2, 1])
-    constant = torch.where(rollouts.response_mask, -1.0, 0.0)
-    rollouts.rollout_log_probs = constant
-    evaluations = PolicyEvaluations(proximal_log_probs=constant, entropies=constant, batch_size=[2])
-    assert all(np.isfinite(value) for value in gap_metrics(rollouts, evaluations).values())
 
 
 @pytest.mark.parametrize("sizes", [[0, 4, 2], [0, 0, 0]])

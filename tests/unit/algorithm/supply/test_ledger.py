@@ -6,8 +6,6 @@ import math
 import pytest
 
 from verl_rc.algorithm.supply.ledger import Ledger, LedgerError, accounts_of_update
-from verl_rc.metrics.catalog import check_names
-from verl_rc.metrics.splits import PROMPT_ACCOUNTS, TOKEN_ACCOUNTS
 from verl_rc.records.optimizer_step import OptimizerStep
 
 
@@ -20,17 +18,6 @@ def balanced() -> Ledger:
     ledger.book({"trained": 50, "nonfinite": 15, "rejected": 0})
     ledger.book_prompts({"in_batch": 3, "filtered": 2, "surplus": 1})
     return ledger
-
-
-def test_a_balanced_step_tells_every_account() -> None:
-    metrics = balanced().balanced_metrics()
-    assert metrics["ledger/sampled_tokens"] == 100
-    assert [
-        metrics[f"ledger/{name}_tokens"] for name in ("trained", "rejected", "nonfinite", "withheld")
-    ] == [50, 5, 15, 0]
-    assert metrics["ledger/prompts_sampled"] == 6
-    check_names(metrics)
-    assert len(metrics) == len(TOKEN_ACCOUNTS) + len(PROMPT_ACCOUNTS) + 2
 
 
 @pytest.mark.parametrize("change", [-1, 1])

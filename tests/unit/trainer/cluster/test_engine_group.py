@@ -197,7 +197,7 @@ def test_what_an_update_cut_is_known_and_a_lost_engines_samples_continue_from_th
     group.submit(requests(10, 11, 12, 13), OPTIONS, owners="abcd")
     for engine, (number, token) in zip(engines, [(1, 51), (3, 53)], strict=True):
         engine.ended = engine.ended[:1]  # the other one still runs
-        engine.cut = Interrupted([sample(number, [token])], pause_seconds=number, recomputed_tokens=10)
+        engine.cut = Interrupted([sample(number, [token])], pause_seconds=number)
     monkeypatch.setattr(Engine, "call", whole_answers(Engine.call))
     ended, interrupted = group.collect_parts()
     assert of_owners(ended) == {"a": 10, "c": 12}

@@ -8,7 +8,7 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
-from verl_rc.records.parts import UNKNOWN, Sample, num_tokens
+from verl_rc.records.parts import UNKNOWN, Sample
 from verl_rc.runtime.rollout.engine import (
     Collected,
     Engine,
@@ -191,11 +191,9 @@ class VllmEngine(Engine):
         self._update_start = time.perf_counter()
         if self._options.deterministic_steps is not None:
             self._loop.limit(0)
-        cut = self._loop.cut(sampler) if self._options.on_update == "recompute" else []
-        recomputed_tokens = sum(
-            len(opened.request.request.prompt_token_ids) + num_tokens(opened.sample.parts) for opened in cut
-        )
-        self._interrupted = Interrupted(self._loop.so_far(sampler), recomputed_tokens=recomputed_tokens)
+        if self._options.on_update == "recompute":
+            self._loop.cut(sampler)
+        self._interrupted = Interrupted(self._loop.so_far(sampler))
         sampler.begin_update()
 
     def _finish(self, sampler: VllmSampler, version: int) -> list[LoadReceipt]:
