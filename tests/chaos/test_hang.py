@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from compared_runs import differences
 from real_runs import left_over_processes, of_folder, train
-from small_runs import SHARE_OF_DIGITS, run_overrides
+from small_runs import run_overrides, share_of_digits
 
 pytestmark = pytest.mark.chaos
 
@@ -21,12 +21,11 @@ BOUND_SECONDS = 300.0
 @pytest.fixture(scope="module")
 def overrides(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Two ranks and two engines; a checkpoint of every step."""
-    reward = tmp_path_factory.mktemp("reward") / "reward.py"
-    reward.write_text(SHARE_OF_DIGITS)
+    folder = tmp_path_factory.mktemp("reward")
     mine = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.n_gpus_per_node")
     return [
-        *(item for item in run_overrides(task, reward.parent) if not item.startswith(mine)),
-        f"reward.custom_reward_function.path={reward}",
+        *(item for item in run_overrides(task, folder) if not item.startswith(mine)),
+        share_of_digits(folder),
         "trainer.n_gpus_per_node=2",
         "actor_rollout_ref.actor.optim.lr=1e-3",
         f"trainer.hang_timeout_seconds={HANG_TIMEOUT_SECONDS:g}",

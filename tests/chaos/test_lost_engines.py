@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from compared_runs import differences, prompts_in_order
 from real_runs import left_over_processes, metrics_of, of_folder, train
-from small_runs import SHARE_OF_DIGITS, run_overrides
+from small_runs import run_overrides, share_of_digits
 
 pytestmark = pytest.mark.chaos
 
@@ -23,8 +23,7 @@ PER_ENGINE = 16
 def overrides(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Long responses, so that half a tenth of a second after the beginning none is complete; a checkpoint of
     every step."""
-    reward = tmp_path_factory.mktemp("reward") / "reward.py"
-    reward.write_text(SHARE_OF_DIGITS)
+    folder = tmp_path_factory.mktemp("reward")
     mine = (
         "data.max_response_length",
         "trainer.default_local_dir",
@@ -32,9 +31,9 @@ def overrides(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         "actor_rollout_ref.rollout.n=",
     )
     return [
-        *(item for item in run_overrides(task, reward.parent) if not item.startswith(mine)),
+        *(item for item in run_overrides(task, folder) if not item.startswith(mine)),
         "data.max_response_length=64",
-        f"reward.custom_reward_function.path={reward}",
+        share_of_digits(folder),
         "actor_rollout_ref.hybrid_engine=False",
         "actor_rollout_ref.rollout.n_gpus_per_node=2",
         "actor_rollout_ref.rollout.n=8",

@@ -13,7 +13,7 @@ from listening_sockets import family, listening
 from real_runs import left_over_processes, of_folder, train
 from real_steps import RealRun, open_faulty_run
 from small_engines import start_small_engine
-from small_runs import HELPERS, SHARE_OF_DIGITS, WITH_EVERYTHING, make_task, run_overrides
+from small_runs import HELPERS, WITH_EVERYTHING, make_task, run_overrides, share_of_digits
 
 from verl_rc.config.run import RayInitConfig
 from verl_rc.runtime.distributed.child_process import ChildProcess
@@ -45,10 +45,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def overrides(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Those of ``whole_run``, but for its folder."""
     folder = tmp_path_factory.mktemp("reward")
-    (folder / "reward.py").write_text(SHARE_OF_DIGITS)
-    reward = f"reward.custom_reward_function.path={folder / 'reward.py'}"
     teacher = f"distillation.teacher_models.teacher_model.model_path={task['model']}"
-    return [*run_overrides(task, folder / "nowhere"), reward, teacher, *WITH_EVERYTHING]
+    return [*run_overrides(task, folder / "nowhere"), share_of_digits(folder), teacher, *WITH_EVERYTHING]
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import torch
 from compared_runs import saved_tensors
 from namespaces import Network, Node, network_of
 from real_runs import left_over_processes, marked_environment, metrics_of, of_folder, train
-from small_runs import SHARE_OF_DIGITS, run_overrides
+from small_runs import run_overrides, share_of_digits
 
 pytestmark = pytest.mark.slow
 STEPS = 3
@@ -31,9 +31,8 @@ PORT = "6379"
 @pytest.fixture(scope="module")
 def options(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Two ranks and two engines, one core each."""
-    reward = tmp_path_factory.mktemp("reward") / "reward.py"
-    reward.write_text(SHARE_OF_DIGITS)
-    return [*run_overrides(task, Path("nowhere")), f"reward.custom_reward_function.path={reward}", *SIZES]
+    reward = share_of_digits(tmp_path_factory.mktemp("reward"))
+    return [*run_overrides(task, Path("nowhere")), reward, *SIZES]
 
 
 @pytest.fixture(scope="module")

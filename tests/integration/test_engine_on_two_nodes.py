@@ -10,7 +10,7 @@ from compared_runs import differences, saved_tensors
 from ray.cluster_utils import Cluster
 from real_runs import left_over_processes, marked_environment, metrics_of, of_folder, train
 from shared_segments import nothing_left_behind
-from small_runs import SHARE_OF_DIGITS, run_overrides
+from small_runs import run_overrides, share_of_digits
 
 pytestmark = pytest.mark.slow
 STEPS = 3
@@ -28,11 +28,10 @@ SECOND_NODE_DIES_BEFORE_AN_UPDATE = ("part:2", "SIGKILL", DELIVER, "5", "before"
 @pytest.fixture(scope="module")
 def overrides(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Two ranks and one engine of two workers, which shares their devices."""
-    reward = tmp_path_factory.mktemp("reward") / "reward.py"
-    reward.write_text(SHARE_OF_DIGITS)
+    folder = tmp_path_factory.mktemp("reward")
     return [
-        *run_overrides(task, reward.parent),
-        f"reward.custom_reward_function.path={reward}",
+        *run_overrides(task, folder),
+        share_of_digits(folder),
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
         "trainer.hang_timeout_seconds=120",
         f"trainer.total_training_steps={STEPS}",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import FAMILIES, FULL, RECURRENT
 from real_runs import metrics_of, train
-from small_runs import SHARE_OF_DIGITS, make_task, run_overrides
+from small_runs import make_task, run_overrides, share_of_digits
 from small_vision import use_torchvision
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -75,11 +75,9 @@ def trains(
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(task["model"])
     folder = tmp_path / "run"
-    reward = tmp_path / "reward.py"
-    reward.write_text(SHARE_OF_DIGITS)
     steps = ["trainer.total_training_steps=3", "trainer.test_freq=-1", "trainer.val_before_train=False"]
     steps += [*(IN_BFLOAT16 if dtype == "bfloat16" else []), *further]
-    run = train([*run_overrides(task, folder), *steps, f"reward.custom_reward_function.path={reward}"])
+    run = train([*run_overrides(task, folder), *steps, share_of_digits(tmp_path)])
     assert run.returncode == 0, run.stdout + run.stderr
     metrics = metrics_of(folder)
     for step in (1, 2, 3):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from real_runs import metrics_of, train
-from small_runs import SHARE_OF_DIGITS, run_overrides
+from small_runs import run_overrides, share_of_digits
 
 CORRECTION = "algorithm.rollout_correction"
 
@@ -14,12 +14,11 @@ def test_a_step_is_full_though_rejection_leaves_nothing_of_some_groups(
     task: dict[str, Path], tmp_path: Path
 ) -> None:
     """An engine in bfloat16, and bounds so tight that about every second row is rejected, in pairs."""
-    (tmp_path / "reward.py").write_text(SHARE_OF_DIGITS)
     run = tmp_path / "run"
     result = train(
         [
             *run_overrides(task, run),
-            f"reward.custom_reward_function.path={tmp_path / 'reward.py'}",
+            share_of_digits(tmp_path),
             "actor_rollout_ref.rollout.dtype=bfloat16",
             "actor_rollout_ref.rollout.n=2",
             "actor_rollout_ref.actor.optim.lr=1e-3",

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from compared_runs import differences
 from real_runs import metrics_of, of_folder, train
-from small_runs import SHARE_OF_DIGITS, make_task, run_overrides
+from small_runs import make_task, run_overrides, share_of_digits
 
 pytestmark = pytest.mark.slow  # test_routed_experts.py has the engine and an actor
 REPLAY = "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
@@ -19,10 +19,8 @@ FURTHER = [
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("experts")
-    (folder / "reward.py").write_text(SHARE_OF_DIGITS)
     task = make_task(folder, "--experts", "5")
-    reward = f"reward.custom_reward_function.path={folder / 'reward.py'}"
-    return [*run_overrides(task, folder / "nowhere"), reward, *FURTHER]
+    return [*run_overrides(task, folder / "nowhere"), share_of_digits(folder), *FURTHER]
 
 
 def test_a_run_that_replays_the_experts_that_it_would_take_is_the_same_to_the_bit(

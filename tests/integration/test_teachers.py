@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from real_runs import metrics_of, train
-from small_runs import SHARE_OF_DIGITS, make_tiny_model, run_overrides
+from small_runs import make_tiny_model, run_overrides, share_of_digits
 
 from verl_rc.records.token_records.token_parquet import read_record
 
@@ -23,11 +23,10 @@ def test_each_teacher_scores_the_rows_of_its_data_source(task: dict[str, Path], 
     pq.write_table(table.set_column(place, "data_source", sources), data)
     sizes = ["--hidden_size", "64", "--intermediate_size", "96", "--num_layers", "1", "--num_heads", "2"]
     make_tiny_model.main(["--output_dir", str(other), *sizes, "--num_kv_heads", "1", "--seed", "5"])
-    (tmp_path / "reward.py").write_text(SHARE_OF_DIGITS)
     overrides = [
         *run_overrides(task, run),
         f"data.train_files={data}",
-        f"reward.custom_reward_function.path={tmp_path / 'reward.py'}",
+        share_of_digits(tmp_path),
         "distillation.enabled=True",
         "distillation.distillation_loss.loss_mode=forward_kl_topk",
         "distillation.distillation_loss.topk=4",

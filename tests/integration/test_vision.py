@@ -12,7 +12,7 @@ import torch
 from compared_runs import differences
 from real_runs import left_over_processes, metrics_of, of_folder, train
 from small_engines import start_small_engine
-from small_runs import ROOT, SHARE_OF_DIGITS, run_overrides
+from small_runs import ROOT, run_overrides, share_of_digits
 from small_vision import Prompts, batch_of, picture, use_torchvision, write_model
 
 from verl_rc.records.parts import Sample, token_ids
@@ -153,11 +153,9 @@ def without_some(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def overrides(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    reward = tmp_path_factory.mktemp("reward") / "reward.py"
-    reward.write_text(SHARE_OF_DIGITS)
     return [
         *run_overrides(task, task["model"] / "nowhere"),
-        f"reward.custom_reward_function.path={reward}",
+        share_of_digits(tmp_path_factory.mktemp("reward")),
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "trainer.total_training_steps=4",
         "trainer.val_before_train=False",

@@ -64,6 +64,27 @@ def metric_lines(folder: Path) -> dict[int, list[dict[str, Any]]]:
     return lines
 
 
+def lines(folder: Path) -> dict[int, dict[str, Any]]:
+    """Metrics by step, without times; every step has one line."""
+    found = metric_lines(folder)
+    assert all(len(of_step) == 1 for of_step in found.values())
+    return {step: line for step, [line] in found.items()}
+
+
+def samples(folder: Path, step: int) -> list[dict[str, Any]]:
+    """Those that a step trained on."""
+    return [json.loads(line) for line in (folder / "rollouts" / f"{step}.jsonl").read_text().splitlines()]
+
+
+def assert_same_from(step: int, last: int, whole: Path, again: Path) -> None:
+    """A run that was resumed after ``step`` leaves what the undisturbed one leaves."""
+    for later in range(step + 1, last + 1):
+        assert lines(again)[later] == lines(whole)[later]
+        assert samples(again, later) == samples(whole, later)
+        one, other = (SavedRun.load(folder / f"global_step_{later}").state for folder in (whole, again))
+        assert str(without_times(one)) == str(without_times(other))
+
+
 def differences(whole: Path, other: Path, last_step: int) -> list[str]:
     """In what ``other`` differs from ``whole`` up to ``last_step``, as far as it got; both keep a checkpoint
     of every step."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import HELPERS, SHARE_OF_DIGITS, run_overrides
+from small_runs import HELPERS, share_of_digits, run_overrides
 
 from verl_rc.config.load import load_run_config
 from verl_rc.records.parts import Part, Sample, token_ids
@@ -49,9 +49,7 @@ class RealRun:
 def open_faulty_run(task: dict[str, Path], folder: Path, *overrides: str) -> Iterator[RealRun]:
     """A real run in which samples of one prompt get different rewards. Ray is in this process while it
     lasts."""
-    (folder / "reward.py").write_text(SHARE_OF_DIGITS)
-    reward = f"reward.custom_reward_function.path={folder / 'reward.py'}"
-    config = load_run_config([*run_overrides(task, folder), reward, *overrides])
+    config = load_run_config([*run_overrides(task, folder), share_of_digits(folder), *overrides])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", HELPERS, prepend=":")
         patch.setattr(ActorGroup, "worker", "faulty_workers:FaultyPolicyWorker")

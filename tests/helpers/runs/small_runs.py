@@ -19,6 +19,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """A reward function under which samples of a random model differ."""
 
 
+def share_of_digits(folder: Path) -> str:
+    """The override that names this reward function, which is written into a folder."""
+    (folder / "reward.py").write_text(SHARE_OF_DIGITS)
+    return f"reward.custom_reward_function.path={folder / 'reward.py'}"
+
+
 WITH_EVERYTHING = [
     "algorithm.adv_estimator=gae",
     "critic.optim.lr=1e-3",

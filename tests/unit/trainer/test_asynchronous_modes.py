@@ -13,7 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from compared_runs import NOT_OF_THE_TRAINING
+from compared_runs import lines as lines_by_step
+from compared_runs import samples
 from formula_run import Scorer, World, live, prompt_stream
 from small_models import small_run_config
 
@@ -85,16 +86,7 @@ def resume(whole: Path, folder: Path, step: int, *overrides: str, **options: Any
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     """Metrics of the steps, without times."""
-    given = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    kept = [
-        {name: value for name, value in one.items() if not name.startswith(NOT_OF_THE_TRAINING)}
-        for one in given
-    ]
-    return [one for one in kept if one["step"] > 0]
-
-
-def samples(folder: Path, step: int) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "rollouts" / f"{step}.jsonl").read_text().splitlines()]
+    return [line for step, line in lines_by_step(folder).items() if step > 0]
 
 
 def prompts(folder: Path, steps: Sequence[int]) -> list[str]:

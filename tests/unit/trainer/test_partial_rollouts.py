@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from compared_runs import NOT_OF_THE_TRAINING, without_times
+from compared_runs import assert_same_from, lines, samples
 from formula_run import STEPS, WIDTH, World, live, log_probs_of, prompt_stream
 
 from verl_rc.config.errors import ConfigError
@@ -126,21 +126,6 @@ class Cutting(World):
         return None, None
 
 
-def lines(folder: Path) -> dict[int, dict[str, Any]]:
-    """Metrics by step, without times."""
-    given = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {
-        line["step"]: {
-            name: value for name, value in line.items() if not name.startswith(NOT_OF_THE_TRAINING)
-        }
-        for line in given
-    }
-
-
-def samples(folder: Path, step: int) -> bytes:
-    return (folder / "rollouts" / f"{step}.jsonl").read_bytes()
-
-
 def run(
     folder: Path, *overrides: str, world: World | None = None, state: RunState | None = None, **options: Any
 ) -> World:
@@ -194,11 +179,7 @@ def test_several_steps_have_one_publication_and_the_bound_in_steps(
     versions = {part.version for request in world.requests.values() for part in request.so_far.parts}  # type: ignore[attr-defined]
     assert versions | world.versions <= {0, 2, 4, 6}  # type: ignore[attr-defined]
     assert len(world.versions) > 2  # type: ignore[attr-defined]
-    trained = [
-        json.loads(line)["input"][0]["content"]
-        for step in range(1, 9)
-        for line in samples(tmp_path, step).splitlines()
-    ]
+    trained = [row["input"][0]["content"] for step in range(1, 9) for row in samples(tmp_path, step)]
     assert sorted(trained) == sorted(str(number % 12) for number in range(16) for _ in range(2))
     assert not world.grown  # type: ignore[attr-defined]
 
@@ -211,12 +192,9 @@ def test_a_run_of_several_steps_per_publication_continues_cut_responses(tmp_path
     checkpoint = whole / f"global_step_{step}"
     found = run(again, *partial(1), state=SavedRun.load(checkpoint).state, checkpoint=checkpoint, **mode)
     assert (found.trained, found.updates) == (expected.trained, expected.updates)
-    assert [lines(again)[later] for later in range(step + 1, 8)] == [
-        lines(whole)[later] for later in range(step + 1, 8)
-    ]
-    assert [samples(again, later) for later in range(step + 1, 8)] == [
-        samples(whole, later) for later in range(step + 1, 8)
-    ]
+    for later in range(step + 1, 8):
+        assert lines(again)[later] == lines(whole)[later]
+        assert samples(again, later) == samples(whole, later)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -231,13 +209,7 @@ def test_a_resumed_run_continues_cut_responses_as_the_undisturbed_one_does(
     state = SavedRun.load(checkpoint).state
     found = run(again, *partial(k), state=state, checkpoint=checkpoint)
     assert (found.trained, found.updates) == (expected.trained, expected.updates)
-    for later in range(step + 1, STEPS + 1):
-        assert lines(again)[later] == lines(whole)[later]
-        assert samples(again, later) == samples(whole, later)
-        states = [
-            without_times(SavedRun.load(folder / f"global_step_{later}").state) for folder in (whole, again)
-        ]
-        assert str(states[0]) == str(states[1])
+    assert_same_from(step, STEPS, whole, again)
     assert any(part.version < step for request in found.requests.values() for part in request.so_far.parts)  # type: ignore[attr-defined]
 
 
@@ -338,11 +310,7 @@ def test_samples_of_a_lost_engine_continue_from_what_the_driver_has(tmp_path: Pa
     given = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert sum(line["recovery/engines_replaced"] for line in given) == 1
     assert [line["step"] for line in given] == list(range(7))
-    prompts = [
-        json.loads(line)["input"][0]["content"]
-        for step in range(1, 7)
-        for line in samples(tmp_path, step).splitlines()
-    ]
+    prompts = [row["input"][0]["content"] for step in range(1, 7) for row in samples(tmp_path, step)]
     assert prompts == [str(number) for number in range(12) for _ in range(2)]
 
 
@@ -375,11 +343,7 @@ def test_two_engines_of_which_one_is_slow_and_is_lost(tmp_path: Path, every: int
     bound = 2 * every + every - 1
     ages = [found[step]["async/group_age/max"] for step in range(1, 9)]
     assert max(ages) <= found[1]["async/group_age/bound"] == bound
-    trained = [
-        json.loads(line)["input"][0]["content"]
-        for step in range(1, 9)
-        for line in samples(tmp_path, step).splitlines()
-    ]
+    trained = [row["input"][0]["content"] for step in range(1, 9) for row in samples(tmp_path, step)]
     assert sorted(trained) == sorted(str(number % 12) for number in range(16) for _ in range(2))
     assert any(found[step]["fully_async/partial/partial_ratio"] > 0 for step in range(2, 9))
     given = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

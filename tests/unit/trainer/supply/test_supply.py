@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from compared_runs import NOT_OF_THE_TRAINING, without_times
+from compared_runs import assert_same_from, lines, samples
 from formula_run import OVERRIDES, STEPS, Scorer, World, live, log_probs_of
 from small_models import small_run_config
 
@@ -47,22 +47,6 @@ class ReadWorld(World):
     def submit(self, requests: Sequence[GenerationRequest], options: Any, **_: Any) -> list[int]:
         self.asked.append((self.version, [request.seed for request in requests]))
         return super().submit(requests, options, **_)
-
-
-def lines(folder: Path) -> dict[int, dict[str, Any]]:
-    """Metrics by step, without times; every step has one line."""
-    given = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert len({line["step"] for line in given}) == len(given)
-    return {
-        line["step"]: {
-            name: value for name, value in line.items() if not name.startswith(NOT_OF_THE_TRAINING)
-        }
-        for line in given
-    }
-
-
-def samples(folder: Path, step: int) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "rollouts" / f"{step}.jsonl").read_text().splitlines()]
 
 
 def run(
@@ -107,13 +91,7 @@ def test_a_resumed_run_leaves_what_the_undisturbed_one_leaves(tmp_path: Path, k:
     expected = run(whole, *ahead(k))
     found = resume(whole, again, step, *ahead(k))
     assert (found.trained, found.updates) == (expected.trained, expected.updates)
-    for later in range(step + 1, STEPS + 1):
-        assert lines(again)[later] == lines(whole)[later]
-        assert samples(again, later) == samples(whole, later)
-        states = [
-            without_times(SavedRun.load(folder / f"global_step_{later}").state) for folder in (whole, again)
-        ]
-        assert str(states[0]) == str(states[1])
+    assert_same_from(step, STEPS, whole, again)
 
 
 def test_a_synchronous_checkpoint_goes_on_ahead(tmp_path: Path) -> None:
