@@ -96,12 +96,28 @@ class AlgorithmConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check_refills(self) -> Self:
-        correction = self.rollout_correction
-        if self.max_refills and (correction.mode != "decoupled" or not correction.rejects):
+        correction, settings = self.rollout_correction, self.rollout_correction.settings()
+        if not self.max_refills:
+            return self
+        if correction.mode != "decoupled" or not (settings.rules or settings.log_veto is not None):
             raise ValueError(
-                f"algorithm.max_refills={self.max_refills} replaces what rejection in the driver leaves "
-                f"nothing of, got rollout_rs={correction.rollout_rs} in {correction.mode} mode; pass a rule "
-                "and algorithm.rollout_correction.bypass_mode=False, or drop it"
+                f"algorithm.max_refills={self.max_refills} replaces groups of which rollout_rs in the driver "
+                f"keeps no token, got rollout_rs={correction.rollout_rs} in {correction.mode} mode; pass a "
+                "rule and algorithm.rollout_correction.bypass_mode=False, or drop it"
+            )
+        most_batches = self.filter_groups.max_num_gen_batches
+        if self.filter_groups.enable and most_batches > 0:
+            raise ValueError(
+                f"algorithm.max_refills={self.max_refills} draws further prompts, which algorithm."
+                f"filter_groups.max_num_gen_batches={most_batches} limits for one batch; pass 0, or drop "
+                "one of them"
+            )
+        if correction.rollout_rs_target_acceptance is not None:
+            raise ValueError(
+                f"algorithm.max_refills={self.max_refills} hides rejected groups from "
+                "algorithm.rollout_correction.rollout_rs_target_acceptance="
+                f"{correction.rollout_rs_target_acceptance}, whose threshold would fall in every step; drop "
+                "one of them"
             )
         return self
 

@@ -45,8 +45,9 @@ def check_device(config: RunConfig, device: str) -> Iterator[str]:
         )
     if device == "cuda" and config.algorithm.max_refills and config.actor_rollout_ref.hybrid_engine:
         yield (
-            f"algorithm.max_refills={config.algorithm.max_refills} samples when the trainer has scored and "
-            "engines that share its GPUs sleep; pass actor_rollout_ref.hybrid_engine=False, or drop it."
+            f"algorithm.max_refills={config.algorithm.max_refills} needs engines that are awake when the "
+            "trainer has scored, and those that share its GPUs sleep then; pass "
+            "actor_rollout_ref.hybrid_engine=False, or drop it."
         )
     if device == "cuda" and rollout.dtype == "float32" and config.actor_rollout_ref.model.adapter_rank:
         yield (

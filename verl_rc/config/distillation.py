@@ -61,9 +61,12 @@ class DistillationConfig(StrictModel):
 
     @property
     def teachers(self) -> dict[str, TeacherConfig]:
-        """The teachers of the run by role; none where it is not enabled."""
-        models = self.teacher_models if self.enabled else {}
-        return {"teacher" if len(models) == 1 else f"teacher {name}": one for name, one in models.items()}
+        """The teachers of the run by name; none where it is not enabled."""
+        return self.teacher_models if self.enabled else {}
+
+    def role(self, name: str) -> str:
+        """The role of a teacher in ``RunConfig.frozen_policies``."""
+        return "teacher" if len(self.teachers) == 1 else f"teacher {name}"
 
     @property
     def loss(self) -> DistillationLossConfig | None:

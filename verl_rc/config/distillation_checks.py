@@ -23,10 +23,11 @@ def check_distillation(config: RunConfig) -> Iterator[str]:
         )
     keys = [teacher.key for teacher in teachers.values()]
     if len(teachers) > 1 and (None in keys or len(set(keys)) < len(keys)):
-        given = ", ".join(f"{name}.key={teacher.key}" for name, teacher in teachers.items())
+        models = "distillation.teacher_models"
+        given = ", ".join(f"{models}.{name}.key={teacher.key}" for name, teacher in teachers.items())
         yield (
-            "each of several teachers needs a data_source of its own as its key, got "
-            f"distillation.teacher_models.({given})."
+            f"each of several teachers needs a data_source of its own as its key, got {given}; pass "
+            f"{models}.{next(iter(teachers))}.key=<data_source>, and so on."
         )
     if loss.loss_mode in ("k1", "kl") and not loss.use_policy_gradient:
         yield (

@@ -36,11 +36,13 @@ _SAVED_ADAPTERS = {
     "exclude_modules": "exclude_modules",
 }
 """Keys, and what PEFT calls them in ``adapter_config.json``."""
-_NOT_PLAIN = (
-    *("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "bias", "lora_bias"),
-    *("target_parameters", "trainable_token_indices", "layers_to_transform", "megatron_config"),
+_HARMLESS = (
+    *_SAVED_ADAPTERS.values(),
+    *("task_type", "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
+    *("inference_mode", "lora_dropout", "init_lora_weights", "layers_pattern", "megatron_core"),
+    *("qalora_group_size", "ensure_weight_tying"),
 )
-"""Settings there that change what an adapter computes or has."""
+"""Settings there that do not change what an adapter computes; any other one must be off."""
 
 
 class ModelConfig(StrictModel):
@@ -88,22 +90,28 @@ class ModelConfig(StrictModel):
             return source
         file = Path(str(path)).expanduser() / "adapter_config.json"
         try:
-            saved = json.loads(file.read_text(encoding="utf-8"))
-            adapters = {key: saved[name] for key, name in _SAVED_ADAPTERS.items()}
-        except (OSError, ValueError, KeyError) as error:
+            saved = dict(json.loads(file.read_text(encoding="utf-8")))
+            adapters = {key: saved.get(name) for key, name in _SAVED_ADAPTERS.items()}
+        except (OSError, ValueError, TypeError) as error:
             raise ValueError(
                 f"lora_adapter_path must be a folder of LoRA adapters that PEFT saved, but {file} cannot be "
                 f"read ({type(error).__name__}: {error})"
             ) from error
-        unlike = sorted(name for name in _NOT_PLAIN if saved.get(name) not in (None, False, "none", [], {}))
-        if saved.get("peft_type") != "LORA" or unlike:
+        unlike = [
+            f"{name}={value!r}"
+            for name, value in saved.items()
+            if name not in _HARMLESS and value not in (None, False, "none", [], {})
+        ]
+        for name, usual in (("peft_type", ("LORA",)), ("init_lora_weights", (True, False, "gaussian"))):
+            if saved.get(name, usual[0]) not in usual:
+                unlike.append(f"{name}={saved[name]!r}")
+        if unlike:
             raise ValueError(
-                f"lora_adapter_path must have plain LoRA adapters, but {file} has "
-                f"peft_type={saved.get('peft_type')} and {', '.join(unlike) or 'nothing else'}; merge them "
-                "into a model folder and give that as path"
+                f"lora_adapter_path must have plain LoRA adapters, but {file} has {', '.join(unlike)}; merge "
+                "them into a model folder and give that as path"
             )
         for key, value in adapters.items():
-            if key in source and source[key] != value:
+            if key in source and _in_order(source[key]) != _in_order(value):
                 raise ValueError(
                     f"{key} must be that of lora_adapter_path, {value!r}, got {source[key]!r}; drop it"
                 )
@@ -113,6 +121,11 @@ class ModelConfig(StrictModel):
     def adapter_rank(self) -> int:
         """Rank of the adapters that engines apply. 0 without adapters, or with merged ones."""
         return 0 if self.lora.merge else self.lora_rank
+
+
+def _in_order(value: object) -> object:
+    """Names of modules in one order: PEFT writes a set."""
+    return sorted(map(str, value)) if isinstance(value, (list, tuple)) else value
 
 
 def model_source(path: str) -> str:

@@ -316,11 +316,9 @@ class RunConfig(StrictModel):
         if self.has_reference_model:
             key = "actor_rollout_ref.ref.model_path"
             policies["reference"] = FrozenPolicy(key, reference.model_path, reference)
-        for (role, teacher), name in zip(
-            self.distillation.teachers.items(), self.distillation.teacher_models, strict=False
-        ):
+        for name, teacher in self.distillation.teachers.items():
             key = f"distillation.teacher_models.{name}.model_path"
-            policies[role] = FrozenPolicy(key, teacher.model_path, reference)
+            policies[self.distillation.role(name)] = FrozenPolicy(key, teacher.model_path, reference)
         return policies
 
     @property

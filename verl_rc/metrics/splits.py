@@ -11,6 +11,7 @@ STAGES = {
     "gen": "sample responses",
     "admit": "draw prompts and hand them to the engines (asynchronous training)",
     "reward": "score responses",
+    "find_rejected": "log-probs for finding groups that algorithm.max_refills replaces",
     "old_log_prob": "log-probs of the proximal policy",
     "ref": "log-probs of the reference policy",
     "teacher": "log-probs of the teacher",

@@ -14,12 +14,14 @@ from verl_rc.algorithm.ppo.mini_batches import plan_mini_batches
 from verl_rc.algorithm.ppo.train_batch import StepInputs, build_train_batch, critic_batch
 from verl_rc.algorithm.supply.ledger import accounts_of_update
 from verl_rc.config.folder_owner import FolderClaim
-from verl_rc.records.batches import PolicyEvaluations, RolloutBatch
+from verl_rc.correction import require_finite
+from verl_rc.records.batches import PolicyEvaluations, RolloutBatch, TokenScores
 from verl_rc.records.optimizer_step import OptimizerStep
 from verl_rc.records.ragged import Column, Ragged, rows_of
 from verl_rc.records.scored_batch import ScoredBatch
 from verl_rc.runtime.exact.demand import require_exact
 from verl_rc.runtime.rollout.sampling import request_seed
+from verl_rc.runtime.weight_sync.proof import LogProbGap
 from verl_rc.runtime.workers.updates import ActorReport, UpdateRequest
 from verl_rc.trainer.cluster.remote import wait_for_all
 from verl_rc.trainer.log import log
@@ -83,20 +85,22 @@ def _reference(services: Services, rollouts: Ragged[RolloutBatch], record: StepR
 def _teachers(services: Services, scored: ScoredBatch, record: StepRecord) -> dict[str, Tensor]:
     """The fields of ``PolicyEvaluations`` that come from teachers, by name: each scores its rows."""
     tokens, of_rows = scored.rollouts.tokens, dict[str, dict[int, Column]]()
-    for role, teacher in services.config.distillation.teachers.items():
+    distillation = services.config.distillation
+    for name, teacher in distillation.teachers.items():
+        role = distillation.role(name)
         rows = [row for row, prompt in enumerate(scored.rows) if teacher.key in (None, prompt.data_source)]
         if not rows:
             continue
         own_tokens = tokens if len(rows) == len(tokens) else tokens.take(rows)
         limit = log_prob_limit(services.config.frozen_policies[role].config)
         scores = record.timed("teacher", services.frozen[role].compute_log_probs, own_tokens, limit)
-        for name in ("log_probs", "top_ids", "top_log_probs"):
-            if name in scores.columns:
-                values = rows_of(scores.columns[name], own_tokens.lengths["BR"])
-                of_rows.setdefault(f"teacher_{name}", {}).update(zip(rows, values, strict=True))
+        for field in ("log_probs", "top_ids", "top_log_probs"):
+            if field in scores.columns:
+                values = rows_of(scores.columns[field], own_tokens.lengths["BR"])
+                of_rows.setdefault(f"teacher_{field}", {}).update(zip(rows, values, strict=True))
     return {
-        name: torch.from_numpy(np.concatenate([values[row] for row in range(len(tokens))]))
-        for name, values in of_rows.items()
+        field: torch.from_numpy(np.concatenate([values[row] for row in range(len(tokens))]))
+        for field, values in of_rows.items()
     }
 
 
@@ -121,6 +125,10 @@ def _proximal_policy(
     require_exact(policy, scores.log_probs, rollouts, step.number - 1, f"step {step.number}")
     if not is_read:  # they were compared, no more
         return {}
+    return _as_evaluations(scores)
+
+
+def _as_evaluations(scores: Ragged[TokenScores]) -> dict[str, Tensor | None]:
     return {
         "proximal_log_probs": scores.log_probs,
         "entropies": scores.entropies,
@@ -129,18 +137,34 @@ def _proximal_policy(
     }
 
 
-def find_rejected(services: Services, step: Step, scored: ScoredBatch) -> list[int]:
+def find_rejected(
+    services: Services, calibrated_limit: float | None, step: Step, scored: ScoredBatch
+) -> list[int]:
     """The groups, by their place, of which rejection in the driver keeps no token. Rules that look at
-    advantages reject nothing here."""
-    rollouts = scored.rollouts
-    proximal = _proximal_policy(services, rollouts, step)
-    evaluations = Ragged(PolicyEvaluations, {}, rollouts.lengths).become(PolicyEvaluations, **proximal)
+    advantages reject nothing here.
+
+    Raises ``NonFiniteLogProbError`` and ``SyncProofError`` as ``record_and_judge`` does, which sees the other
+    groups alone.
+    """
+    rollouts, limit = scored.rollouts, log_prob_limit(services.config.actor_rollout_ref.rollout)
+    proximal = step.record.timed("find_rejected", services.actor.compute_log_probs, rollouts.tokens, limit)
+    evaluations = Ragged(PolicyEvaluations, {}, rollouts.lengths).become(
+        PolicyEvaluations, **_as_evaluations(proximal)
+    )
     advantages = torch.zeros_like(rollouts.rollout_log_probs)
     correction = step.corrector.before_update(scored, evaluations, advantages, step.number - 1)
-    assert correction is not None  # check_config: the driver corrects
-    kept = rollouts.row_sums(rollouts.comparable_mask & correction.keep_mask)
-    of_groups = kept.new_zeros(len(scored.prompts)).index_add(0, rollouts.group_ids, kept)
-    places: list[int] = (of_groups == 0).nonzero().flatten().tolist()
+    assert correction is not None  # AlgorithmConfig: the driver corrects
+    require_finite(correction.statistics.nonfinite_fraction, step.corrector.config)
+    gap = LogProbGap.from_statistics(correction.statistics)
+    if gap is not None and services.config.async_training.is_synchronous:
+        services.gap_limit.calibrate(gap, calibrated_limit, "this step's rollouts")
+    could, kept = (
+        torch.zeros(len(scored.prompts), dtype=torch.int64).index_add(
+            0, rollouts.group_ids, rollouts.row_sums(mask)
+        )
+        for mask in (rollouts.comparable_mask, rollouts.comparable_mask & correction.keep_mask)
+    )
+    places: list[int] = ((could > 0) & (kept == 0)).nonzero().flatten().tolist()
     return places
 
 

@@ -73,7 +73,8 @@ def train(services: Services, state: RunState) -> RunState:
     while state.step < services.total_steps:
         step = Step.after(state, config)
         profiling.begin(services, step.number)
-        scored = supply.take(step.number, step.record, partial(stages.find_rejected, services, step))
+        find_rejected = partial(stages.find_rejected, services, state.rollout_gap_limit, step)
+        scored = supply.take(step.number, step.record, find_rejected)
         with while_ranks_compute(supply.decide_ended_groups):
             evaluations = stages.evaluate(services, scored, step)
             inputs = stages.correct(services, scored, evaluations, step)

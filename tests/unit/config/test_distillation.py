@@ -51,10 +51,10 @@ def test_an_older_name_of_verl_means_the_same() -> None:
 
 def test_several_teachers_have_a_data_source_each() -> None:
     further = "+distillation.teacher_models.second.model_path=org/second"
-    with pytest.raises(ConfigError, match=r"teacher_model\.key=None, second\.key=None"):
+    with pytest.raises(ConfigError, match=r"model\.key=None, .*second\.key=None; pass .*=<data_source>"):
         taught(further)
     key = "+distillation.teacher_models.second.key"
-    with pytest.raises(ConfigError, match=r"teacher_model\.key=math, second\.key=math"):
+    with pytest.raises(ConfigError, match=r"teacher_model\.key=math, .*second\.key=math"):
         taught(further, f"{TEACHER}.key=math", f"{key}=math")
     config = taught(further, f"{TEACHER}.key=math", f"{key}=code", "distillation.teacher_key=data_source")
     policies = config.frozen_policies

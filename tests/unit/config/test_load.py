@@ -246,6 +246,17 @@ MISTAKES = [
     ("algorithm.filter_groups.max_inflight_gen_batches=3", "write max_num_gen_batches"),
     ("data.gen_batch_size=8", "has no effect without algorithm.filter_groups.enable=True"),
     ("algorithm.max_refills=2", r"got rollout_rs=None in decoupled mode; pass a rule"),
+    (f"algorithm.max_refills=2 {CORRECTION}.rollout_opsm_threshold=0.1", "got rollout_rs=None"),
+    (
+        f"algorithm.max_refills=2 {CORRECTION}.rollout_rs=seq_mean_k1 {CORRECTION}.rollout_rs_threshold=1.1 "
+        f"{CORRECTION}.rollout_rs_target_acceptance=0.9",
+        "whose threshold would fall in every step; drop one of them",
+    ),
+    (
+        f"algorithm.max_refills=2 {CORRECTION}.rollout_rs=seq_mean_k1 {CORRECTION}.rollout_rs_threshold=1.1 "
+        "algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=3",
+        "max_num_gen_batches=3 limits for one batch; pass 0",
+    ),
     (
         "algorithm.max_refills=2 algorithm.rollout_correction.preset=bypass_pg_geo_rs "
         "algorithm.rollout_correction.rollout_rs_threshold=0.9_1.1",

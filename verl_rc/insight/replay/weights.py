@@ -27,7 +27,8 @@ def config_of(folder: Path, trust_remote_code: bool = False) -> RunConfig:
 
 
 class SavedWeights:
-    """Weights by version: 0 is the model that the run began with, n what the checkpoint of step n holds."""
+    """Weights by version: 0 is the model that the run began with, if it began without adapters; n what the
+    checkpoint of step n holds."""
 
     def __init__(self, config: RunConfig, folder: Path, scratch: Path) -> None:
         """``scratch``: a folder for exported checkpoints, as large as a model each."""
@@ -38,11 +39,12 @@ class SavedWeights:
         self._checkpoints, self._scratch = steps, scratch
         self._trusts_code = config.actor_rollout_ref.model.trust_remote_code
         self._start = str(config.actor_rollout_ref.model.path)
+        self._first = () if config.actor_rollout_ref.model.lora_adapter_path else (0,)
 
     @property
     def versions(self) -> list[int]:
         """All saved versions, ascending."""
-        return sorted({0, *self._checkpoints})
+        return sorted({*self._first, *self._checkpoints})
 
     def folder(self, version: int) -> str:
         """A model folder with these weights, in float32. Raises ``ExportError``."""

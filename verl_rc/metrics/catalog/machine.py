@@ -32,10 +32,10 @@ TIME = (
     MetricSpec(
         "perf/mfu/{model}",
         "1",
-        "(1 − perf/shared_tokens_fraction) · FLOPs of the model for the batch's tokens / (seconds of the "
-        "stage · ranks · FLOPs per second of a device). actor and critic: forward and backward passes, "
-        "update_*; actor_infer: old_log_prob. Device: the data sheet's 16-bit peak of known GPUs, else "
-        "the fastest of five products of 1,024 × 1,024 matrices at the start",
+        "(1 − perf/shared_tokens_fraction) · FLOPs of the model for the batch's tokens, rejected or not / "
+        "(seconds of the stage · ranks · FLOPs per second of a device). actor and critic: forward and "
+        "backward passes, update_*; actor_infer: old_log_prob. Device: the data sheet's 16-bit peak of known "
+        "GPUs, else the fastest of five products of 1,024 × 1,024 matrices at the start",
     ),
     MetricSpec("perf/useful_tokens_per_second", "tokens/s", "ledger/trained_tokens / timing_s/step"),
     MetricSpec(

@@ -156,11 +156,6 @@ def _facts_of_sampling(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield "with one greedy response for each prompt"
     if algorithm.filter_groups.enable:
         yield "and reward, until enough prompts have samples that differ"
-    if algorithm.max_refills:
-        yield (
-            f"with reward and old_log_prob again, up to {algorithm.max_refills} times, for prompts of which "
-            "rejection keeps no token"
-        )
 
 
 def plan_phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> Iterator[Phase]:
@@ -168,6 +163,9 @@ def plan_phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -
     trainer, rows = config.trainer, config.rows_per_step
     yield Phase("gen", "engines", schedule="; ".join(_facts_of_sampling(config.algorithm)))
     yield Phase("reward", "driver")
+    if most := config.algorithm.max_refills:
+        again = f"at most {most} times, with gen and reward again, where rejection leaves nothing of a prompt"
+        yield Phase("find_rejected", "actor", forward_rows=rows, schedule=again)
     if policy.mode == "interpolated":
         yield Phase(
             "old_log_prob", "actor", schedule="every 50 steps, to compare interpolated log-probs with"

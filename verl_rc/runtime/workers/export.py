@@ -124,7 +124,12 @@ def _open_source(checkpoint: Path, part: Part, model_path: str | None, trust_rem
         raise ExportError(f"{folder} must lie in its checkpoint, but is a link to elsewhere. Copy it there.")
     try:
         actor = saved.config["actor_rollout_ref"]
-        model = ModelConfig.model_validate((saved.config["critic"] if part == "critic" else actor)["model"])
+        model = ModelConfig.model_validate(
+            {
+                **(saved.config["critic"] if part == "critic" else actor)["model"],
+                "lora_adapter_path": None,  # the shards have what became of them
+            }
+        )
         actor_path, actor_dtype = (
             str(actor["model"]["path"]),
             torch_dtype(actor["actor"]["fsdp_config"]["model_dtype"]),

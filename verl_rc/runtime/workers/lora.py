@@ -29,8 +29,8 @@ def add_adapters(model: nn.Module, config: ModelConfig) -> nn.Module:
     is 0.
 
     An adapter starts at zero, so that the first policy is the model's own, or from ``lora_adapter_path``.
-    Raises ``ValueError`` when the
-    targets match nothing, or the output layer.
+    Raises ``ValueError`` when the targets match nothing or the output layer, or when that folder has the
+    adapters of another model.
     """
     if config.lora_rank == 0:
         return model
@@ -89,7 +89,7 @@ def _load_adapters(model: nn.Module, folder: str) -> None:
 
 
 def adapters_off(model: Any) -> AbstractContextManager[None]:
-    """A context in which the model is the reference policy, as it was before training."""
+    """A context in which the model is the reference policy: without its adapters."""
     disabled: AbstractContextManager[None] = model.disable_adapter()
     return disabled
 

@@ -1,6 +1,7 @@
 """The FLOPs that a model needs for its tokens, and those that a rank's device can do (MFU, arXiv:2204.02311,
 appendix B)."""
 
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -15,18 +16,22 @@ from verl_rc.runtime.workers.experts import idle_share
 _PEAKS = {
     "GB200": 2.5e15,
     "B200": 2.25e15,
+    "H200 NVL": 8.36e14,
     "H200": 9.89e14,
+    "H100 PCIe": 7.56e14,
+    "H100 NVL": 8.35e14,
     "H100": 9.89e14,
     "H800": 9.89e14,
     "H20": 1.48e14,
     "A100": 3.12e14,
     "A800": 3.12e14,
     "L40S": 3.62e14,
+    "L40": 1.81e14,
     "RTX 4090": 1.65e14,
     "L4": 1.21e14,
 }
-"""Dense 16-bit FLOPs per second by a part of the device's name, from the vendor's data sheets; the first name
-that fits counts."""
+"""Dense 16-bit FLOPs per second by words of the device's name, from the vendor's data sheets; the first that
+fits counts."""
 _SIZE, _REPETITIONS = 1024, 5
 _TOWER = "visual."
 
@@ -83,8 +88,9 @@ def _peak(dtype: torch.dtype, device: torch.device) -> float:
     """FLOPs per second of the data sheet, or else of the fastest of some products."""
     if device.type == "cuda" and dtype != torch.float32:
         name = torch.cuda.get_device_name(device)
-        if (known := next((peak for part, peak in _PEAKS.items() if part in name), None)) is not None:
-            return known
+        for words, peak in _PEAKS.items():
+            if re.search(rf"\b{words}\b", name):
+                return peak
     factor = torch.ones(_SIZE, _SIZE, dtype=dtype, device=device)
     seconds = []
     for _ in range(_REPETITIONS):

@@ -165,7 +165,7 @@ def _picture_problem(config: RunConfig, source: Any) -> str | None:
         "environments and tools: drop them": policy.rollout.converses,
         "a critic: choose an estimator without one, such as grpo": config.needs_critic,
         "a reward model: score with a function": config.reward.reward_model.enable,
-        "a teacher: drop distillation": "teacher" in config.frozen_policies,
+        "a teacher: drop distillation": config.distillation.enabled,
         **{
             f"ranks that share a row: pass {fsdp_section(role)}.ulysses_sequence_parallel_size=1": size > 1
             for role, size in config.sequence_parallel_sizes.items()

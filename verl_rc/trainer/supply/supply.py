@@ -19,6 +19,7 @@ from verl_rc.runtime.rollout.environment import EpisodeFailedError
 from verl_rc.runtime.rollout.sampling import SamplingOptions
 from verl_rc.trainer.cluster.engine_group import EnginesLostError
 from verl_rc.trainer.cluster.engine_work import AssignedRequest
+from verl_rc.trainer.cluster.remote import while_ranks_compute
 from verl_rc.trainer.log import log
 from verl_rc.trainer.services import Services
 from verl_rc.trainer.step_record import StepRecord
@@ -161,7 +162,8 @@ class Supply:
         kept = set[int]()
         for _ in range(self._services.config.algorithm.max_refills):
             new = [self._book.open[number] for number in numbers if number not in kept]
-            rejected = find_rejected(join_groups(self._services, new))
+            with while_ranks_compute(self.decide_ended_groups):
+                rejected = find_rejected(join_groups(self._services, new))
             if not rejected:
                 break
             self._remove("rejected", [new[place].number for place in rejected])

@@ -169,6 +169,11 @@ EVERYTHING: list[Given] = [
         "distillation.teacher_models.teacher_model.model_path": "org/teacher",
     },
     ONE_STEP_OFF,
+    {
+        "algorithm.max_refills": 2,
+        "algorithm.rollout_correction.rollout_rs": "seq_mean_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold": 1.1,
+    },
 ]
 
 

@@ -91,6 +91,8 @@ def test_training_starts_from_adapters_that_peft_saved(model_folder: Path, saved
     assert (config.lora_rank, config.lora_alpha) == (3, 9)
     assert sorted(config.target_modules) == ["q_proj", "up_proj"]
     assert ModelConfig.model_validate(config.model_dump()) == config
+    given = {"path": "m", "lora_adapter_path": str(saved), "target_modules": ["up_proj", "q_proj"]}
+    assert ModelConfig.model_validate(given).lora_rank == 3
     base, ids = AutoModelForCausalLM.from_pretrained(model_folder), torch.arange(7)[None]
     plain = base(ids).logits
     model = add_adapters(base, config)
@@ -104,8 +106,10 @@ def test_training_starts_from_adapters_that_peft_saved(model_folder: Path, saved
 @pytest.mark.parametrize(
     ("changes", "given", "message"),
     [
-        ({"use_dora": True}, {}, r"plain LoRA adapters, but .* has peft_type=LORA and use_dora"),
-        ({"peft_type": "IA3"}, {}, "has peft_type=IA3"),
+        ({"use_dora": True}, {}, r"plain LoRA adapters, but .* has use_dora=True; merge them"),
+        ({"peft_type": "IA3"}, {}, "has peft_type='IA3'"),
+        ({"init_lora_weights": "pissa"}, {}, "has init_lora_weights='pissa'"),
+        ({"layer_replication": [[0, 1]]}, {}, "has layer_replication="),
         ({"rank_pattern": {"q_proj": 2}}, {}, "rank_pattern"),
         ({}, {"lora_rank": 4}, "lora_rank must be that of lora_adapter_path, 3, got 4"),
         ({}, {"lora_adapter_path": "nowhere"}, "must be a folder of LoRA adapters that PEFT saved"),

@@ -32,10 +32,23 @@ def test_a_token_attends_to_those_before_it_and_within_its_window() -> None:
     assert flops.of_forward(torch.tensor(lengths)) == 100.0 * sum(lengths) + 4 * pairs[0] + pairs[1]
 
 
-def test_a_known_device_has_the_peak_of_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H20")
-    model = model_of("llama")
-    assert count_flops(model, torch.bfloat16, torch.device("cuda")).peak == 1.48e14
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H20", 1.48e14),
+        ("NVIDIA H200", 9.89e14),
+        ("NVIDIA H100 80GB HBM3", 9.89e14),
+        ("NVIDIA H100 PCIe", 7.56e14),
+        ("NVIDIA A100-SXM4-80GB", 3.12e14),
+        ("NVIDIA L40", 1.81e14),
+        ("NVIDIA GeForce RTX 4090", 1.65e14),
+    ],
+)
+def test_a_known_device_has_the_peak_of_its_data_sheet(
+    name: str, peak: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert count_flops(model_of("llama"), torch.bfloat16, torch.device("cuda")).peak == peak
 
 
 def test_a_cpu_can_do_what_a_product_does() -> None:

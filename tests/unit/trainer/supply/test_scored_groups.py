@@ -68,20 +68,29 @@ def test_what_is_left_over_is_dropped_and_counted() -> None:
     assert [metrics[f"ledger/prompts_{name}"] for name in ("in_batch", "filtered", "surplus")] == [1, 0, 1]
 
 
-def test_groups_of_which_rejection_keeps_nothing_are_replaced_as_often_as_is_asked() -> None:
-    """Groups 0 and 2 are rejected, and group 3 would be, but is not looked at any more."""
-    judged: list[list[int]] = []
+@pytest.mark.parametrize(
+    ("further", "judged", "trained", "rejected"),
+    [
+        ((), [[0, 1], [2]], [1, 3], 6),
+        ((FILTER,), [[1, 3], [5]], [1, 6], 6),
+        (("algorithm.adv_estimator=remax",), [[0, 1], [2]], [1, 3], 6 + 2 * 6),
+    ],
+)
+def test_groups_of_which_rejection_keeps_nothing_are_replaced_as_often_as_is_asked(
+    further: tuple[str, ...], judged: list[list[int]], trained: list[int], rejected: int
+) -> None:
+    """All but group 1 are rejected, twice; a filter leaves 1, 3, 5 and 6; a greedy response has 6 tokens."""
+    seen: list[list[int]] = []
 
     def find_rejected(scored: ScoredBatch) -> list[int]:
-        judged.append([row.row_index for row in scored.prompts])
-        return [place for place, row in enumerate(judged[-1]) if row != 1]
+        seen.append([row.row_index for row in scored.prompts])
+        return [place for place, row in enumerate(seen[-1]) if row != 1]
 
-    batch, metrics = sample(make_run(*REJECTION), find_rejected)
-    assert judged == [[0, 1], [2]]
-    assert [row.row_index for row in batch.prompts] == [1, 3]
-    assert batch.scores.tolist() == [0, 1, 1, 0]
-    assert [metrics[f"ledger/{name}_tokens"] for name in ("sampled", "trained", "rejected")] == [12, 6, 6]
-    assert [metrics[f"ledger/prompts_{name}"] for name in ("sampled", "in_batch", "rejected")] == [4, 2, 2]
+    batch, metrics = sample(make_run(*REJECTION, *further), find_rejected)
+    assert seen == judged
+    assert [row.row_index for row in batch.prompts] == trained
+    assert metrics["ledger/prompts_rejected"] == 2
+    assert [metrics[f"ledger/{name}_tokens"] for name in ("trained", "rejected")] == [6, rejected]
 
 
 def test_a_token_without_an_account_is_found_when_the_step_is_closed() -> None:

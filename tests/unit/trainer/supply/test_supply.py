@@ -94,6 +94,22 @@ def test_a_resumed_run_leaves_what_the_undisturbed_one_leaves(tmp_path: Path, k:
     assert_same_from(step, STEPS, whole, again)
 
 
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_run_that_rejects_nothing_replaces_nothing(tmp_path: Path, k: int) -> None:
+    rule = "algorithm.rollout_correction.rollout_rs"
+    given = (
+        f"{rule}=seq_mean_k1",
+        f"{rule}_threshold=100",
+        f"{rule}_target_acceptance=null",
+        *(ahead(k) if k else ()),
+    )
+    run(tmp_path / "never", *given)
+    run(tmp_path / "twice", *given, "algorithm.max_refills=2")
+    assert lines(tmp_path / "never") == lines(tmp_path / "twice")
+    for step in range(1, STEPS + 1):
+        assert samples(tmp_path / "never", step) == samples(tmp_path / "twice", step)
+
+
 def test_a_synchronous_checkpoint_goes_on_ahead(tmp_path: Path) -> None:
     run(tmp_path / "sync")
     resume(tmp_path / "sync", tmp_path / "ahead", 2, *ahead(1))

@@ -242,8 +242,7 @@ def sampler_arguments(options: VllmOptions) -> dict[str, Any]:
         # probability under the distribution that was sampled from.
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": WeightTransferConfig(backend=receiver.BACKEND_NAME),
-        # A name, not the class: with tensor parallelism vLLM imports it in processes of its own.
-        "worker_extension_cls": f"{engine_worker.__name__}.{engine_worker.EngineWorkerExtension.__name__}",
+        "worker_extension_cls": engine_worker.EXTENSION,
         **(adapter_arguments(options.adapter_rank) if options.adapter_rank else {}),
     }
 
