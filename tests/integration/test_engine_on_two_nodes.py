@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from compared_runs import differences, saved_tensors
+from ray._private import ray_constants
 from ray.cluster_utils import Cluster
 from real_runs import left_over_processes, marked_environment, metrics_of, of_folder, train
 from shared_segments import nothing_left_behind
@@ -48,6 +49,8 @@ def address() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**marked_environment(), **settings}.items():
             patch.setenv(name, value)
+        # A Ray that an earlier test had in this process listened on 127.0.0.1 alone.
+        patch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
         cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
         try:
             cluster.add_node(**NODE)
