@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from real_runs import metrics_of, train
 from small_runs import run_overrides
 
@@ -15,6 +16,7 @@ REFRESHED = [
 ]
 
 
+@pytest.mark.slow
 def test_its_divergence_falls_to_zero_and_a_resumed_run_goes_on_with_it(
     task: dict[str, Path], tmp_path: Path
 ) -> None:
