@@ -1,7 +1,7 @@
 """Setting up a run: processes start and import first, then ranks load their models, then engines start."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -199,7 +199,7 @@ def _write_plan_of_run(config: RunConfig, folder: Path) -> None:
 def _describe_prompts(config: RunConfig, training: PromptDataset, validation_rows: list[PromptRow]) -> None:
     """Log the lengths of the prompts and the columns that are not read; raises ``ValueError`` when one of the
     prompts looked at is too long for the run, or rows and teachers do not belong together."""
-    _require_teachers(config.distillation, training.data_sources())
+    _require_teachers(config.distillation, training)
     limit = config.data.max_prompt_length
     log("training: %s", training.describe_lengths())
     if training.unread_columns():
@@ -290,22 +290,22 @@ def _scored_sources(
     }
 
 
-def _require_teachers(distillation: DistillationConfig, sources: Mapping[str, str]) -> None:
-    """Raise ``ValueError`` unless teachers and data ``sources``, each with the place of its first row, belong
-    together."""
+def _require_teachers(distillation: DistillationConfig, training: PromptDataset) -> None:
+    """Raise ``ValueError`` unless each row has a teacher, and each teacher a row."""
     keys = {teacher.key for teacher in distillation.teachers.values()}
     if not keys or None in keys:
         return
+    sources = training.data_sources()
     if idle := sorted(str(key) for key in keys - sources.keys()):
         raise ValueError(
-            f"each teacher needs rows of data.train_files with its key as their data_source, but no row has "
+            "each teacher needs rows of data.train_files with its key as their data_source, but no row has "
             f"{', '.join(idle)}; the sources are {', '.join(sorted(sources))}."
         )
     for source in sources.keys() - keys:
         raise ValueError(
             f"each row of data.train_files needs a teacher, but {sources[source]} has "
-            f"data_source={source!r}; "
-            f"the keys of distillation.teacher_models are {', '.join(sorted(map(str, keys)))}."
+            f"data_source={source!r}; the keys of distillation.teacher_models are "
+            f"{', '.join(sorted(map(str, keys)))}."
         )
 
 

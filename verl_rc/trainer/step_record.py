@@ -102,7 +102,7 @@ class StepTokens:
     """Prompt and response tokens of each sequence, ``[B]``."""
     num_devices: int
     """Devices of all pools."""
-    flops: Mapping[str, "StageFlops"]
+    flops: Mapping[str, StageFlops]
     """Stages whose utilisation is reported, by its name."""
 
     @property

@@ -72,12 +72,10 @@ def count_flops(model: nn.Module, dtype: torch.dtype, device: torch.device) -> M
         if weight is not looked_up and weight.dim() > 1 and _TOWER not in name
     )
     window = getattr(text, "sliding_window", None)
-    layers = getattr(text, "layer_types", None)
-    if layers is None:
-        layers = ["full_attention" if window is None else "sliding_attention"] * text.num_hidden_layers
+    layers = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     counts = Counter(
-        None if kind == "full_attention" else window for kind in layers if kind != "linear_attention"
+        window if kind == "sliding_attention" else None for kind in layers if kind != "linear_attention"
     )
     # Two for a product of query and key, and two for one of probability and value.
     per_pair = {key: 4 * count * text.num_attention_heads * head_size for key, count in counts.items()}
